@@ -1,0 +1,51 @@
+"""Dimension letters, array aliases, and the dtype and precision policy.
+
+The same letters stand in annotations, einsum strings and docstrings:
+
+    B batch (documents, or worlds x documents)   T tokens          N boundaries or segments
+    L linear layers   H value heads   G key heads or key/value heads of attention   K key dim   V value dim
+    D model width     C chunk positions          W conv taps       E conv channels   R singular directions
+    M places of the key/value cache              F width of the MLP                  Y vocabulary
+
+The state S is K x V per head and, like decays, write strengths and every read of S, is f32 or wider.
+"""
+
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# Plain f32 products are TF32 on current GPUs: 1e-3 of relative error, which hides the small singular directions.
+HIGHEST = jax.lax.Precision.HIGHEST
+
+Tokens: TypeAlias = Int[Array, "B T"]
+Mask: TypeAlias = Bool[Array, "B T"]
+Keys: TypeAlias = Float[Array, "B T H K"]
+Values: TypeAlias = Float[Array, "B T H V"]
+Gates: TypeAlias = Float[Array, "B T H"]
+State: TypeAlias = Float[Array, "B H K V"]
+Matrices: TypeAlias = Float[Array, "*batch K V"]
+Spectrum: TypeAlias = Float[Array, "*batch R"]
+
+
+def accumulation_dtype(*arrays: Array) -> jnp.dtype:
+    """The dtype in which a recurrence or a factorization of ``arrays`` runs: theirs, and at least f32."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def linear(x: Float[Array, "*batch D"], weight: Float[Array, "F D"], *, dtype=None) -> Float[Array, "*batch F"]:
+    """``x @ weight.T``, accumulated in f32 or wider and returned in ``dtype`` (default: that of ``x``).
+
+    f32 operands multiply in f32 and not in TF32. bf16 operands are accumulated in f32, which is also what CPUs with
+    bf16 matrix units run fast.
+    """
+    wide = accumulation_dtype(x, weight)
+    y = jnp.einsum(
+        "...d,fd->...f",
+        x,
+        weight,
+        preferred_element_type=wide,
+        precision=HIGHEST if x.dtype != jnp.bfloat16 else None,
+    )
+    return y.astype(dtype or x.dtype)

@@ -1,0 +1,43 @@
+"""Normalisations of the Qwen3.5 text model, computed in f32 or wider and cast once at the end.
+
+    rms_norm        y = x / sqrt(mean(x^2) + eps) * (1 + w)             input, post-attention, q, k and final norms
+    gated_rms_norm  y = x / sqrt(mean(x^2) + eps) * w * silu(z)         output of a linear layer, per value head
+    l2norm          y = x / sqrt(sum(x^2) + eps)                        q and k of a linear layer
+
+Source: the Qwen3.5 text model of transformers 5.24. ``w`` of ``rms_norm`` is an offset from one; that of
+``gated_rms_norm`` is not. The eps of ``l2norm`` stands inside the root, so a normalised key is shorter than one by about
+eps / (2 sum(x^2)).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxdelta.dims import accumulation_dtype
+
+
+def _normalised(x: Array, eps: float) -> Array:
+    x = x.astype(accumulation_dtype(x))
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def rms_norm(x: Float[Array, "*batch D"], weight: Float[Array, " D"], *, eps: float = 1e-6) -> Float[Array, "*batch D"]:
+    """RMSNorm whose scale is ``1 + weight``; returned in the dtype of ``x``."""
+    return (_normalised(x, eps) * (1.0 + weight)).astype(x.dtype)
+
+
+def gated_rms_norm(
+    x: Float[Array, "*batch V"], weight: Float[Array, " V"], z: Float[Array, "*batch V"], *, eps: float = 1e-6
+) -> Float[Array, "*batch V"]:
+    """RMSNorm of each head's output, scaled by ``weight`` and gated by ``silu(z)``; returned in the dtype of ``z``.
+
+    The norm comes before the gate: a factor on ``x`` cancels in the norm, so a head's gate belongs on the result.
+    """
+    gate = jax.nn.silu(z.astype(accumulation_dtype(x, z)))
+    return (_normalised(x, eps) * weight * gate).astype(z.dtype)
+
+
+def l2norm(x: Float[Array, "*batch K"], *, eps: float = 1e-6) -> Float[Array, "*batch K"]:
+    """``x / sqrt(sum(x^2) + eps)`` in f32 or wider. A zero vector stays zero, with a finite gradient."""
+    x = x.astype(accumulation_dtype(x))
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
