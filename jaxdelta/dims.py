@@ -42,10 +42,10 @@ def linear(x: Float[Array, "*batch D"], weight: Float[Array, "F D"], *, dtype=No
     """
     wide = accumulation_dtype(x, weight)
     y = jnp.einsum(
-        "...d,fd->...f",
-        x,
+        "nd,fd->nf",  # two axes: with more, XLA copies transposed activations on a CPU
+        x.reshape(-1, x.shape[-1]),
         weight,
         preferred_element_type=wide,
         precision=HIGHEST if x.dtype != jnp.bfloat16 else None,
     )
-    return y.astype(dtype or x.dtype)
+    return y.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)

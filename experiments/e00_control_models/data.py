@@ -1,11 +1,11 @@
 """The text the control models are trained on, its held-out documents, and the units that losses are reported in.
 
 Question: what may be shipped, trained on and measured on, with no document on both sides?
-Command: ``python -m experiments.e00_control_models.data [--write-documents]``, about half a minute on two cores.
-Expected: a table of the two splits; the held-out documents together need about 2.4 bits a byte under ``xz -9e``.
+Command: ``python -m experiments.e00_control_models.data [--write-documents]``, about 20 s on two cores.
+Expected: a table of the two splits; the held-out documents together need 2.71 bits a byte under ``xz -9e``.
 
 Losses are compared across tokenizers in bits per byte, ``(tokens / bytes) * loss / ln 2`` with the loss in nats per
-token (Gao et al., The Pile, arXiv:2101.00027v1, section 3.1).
+token (Gao et al., The Pile, arXiv:2101.00027).
 """
 
 import argparse
@@ -15,6 +15,7 @@ import re
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,9 @@ DOCUMENTS = Path(__file__).parents[2] / "jaxdelta" / "assets" / "documents"
 SEPARATOR = "<|endoftext|>"
 VOCAB_SIZE = 2048
 
-# Daniel shares no run of 60 characters with another book, whereas Kings and Chronicles or the synoptic gospels repeat
-# one another. The entries under C are one long run of prose without tables and without the table of headwords.
-HELD_OUT = frozenset(
-    {"tempest", "macbeth", "twelfth_night", "henry_v", "merchant_of_venice", "daniel", "jargon_c"}
-)
+# Daniel shares no run of more than 60 characters with another book, whereas Kings and Chronicles or the synoptic
+# gospels repeat one another. The entries under C are one long run of prose without tables.
+HELD_OUT = frozenset({"kjv_daniel", "henry_v", "jargon_c", "macbeth", "merchant_of_venice", "tempest", "twelfth_night"})
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Stretch:
 
 
 STRETCHES: Mapping[str, Stretch] = {
-    "daniel_1_4": Stretch("daniel", "Daniel 1", "Daniel 5"),
+    "daniel_1_4": Stretch("kjv_daniel", "Daniel 1", "Daniel 5"),
     "jargon_c_chain": Stretch("jargon_c", "   :C: n.", "   :chainik: /chi:'nik/"),
     "jargon_crack_cybercrud": Stretch("jargon_c", "   :crack:", "   :cyberpunk: /si:'ber·puhnk/, n.,adj."),
     "macbeth_act_4": Stretch("macbeth", "ACT IV.", "ACT V."),
@@ -85,10 +84,13 @@ def read_archive(path: Path = ARCHIVE) -> dict[str, str]:
 
 
 def split_bible(text: str) -> dict[str, str]:
-    """The books by name; a chapter is headed by a line such as ``1 Samuel 3``."""
+    """The books, ``kjv_1_samuel`` for instance; a chapter is headed by a line such as ``1 Samuel 3``.
+
+    The prefix tells the Gospel of John from the play King John.
+    """
     starts: dict[str, int] = {}
     for heading in re.finditer(r"^((?:\d )?[A-Z][A-Za-z ]*) \d+$", text, re.MULTILINE):
-        starts.setdefault(heading[1].lower().replace(" ", "_"), heading.start())
+        starts.setdefault("kjv_" + heading[1].lower().replace(" ", "_"), heading.start())
     return _cut(text, starts)
 
 
@@ -112,7 +114,9 @@ def split_jargon(text: str) -> dict[str, str]:
 
 def _cut(text: str, starts: Mapping[str, int]) -> dict[str, str]:
     bounds = [*starts.values(), len(text)]
-    return {name: text[begin:end].strip("\n") + "\n" for name, begin, end in zip(starts, bounds, bounds[1:])}
+    return {
+        name: text[begin:end].strip("\n") + "\n" for name, (begin, end) in zip(starts, pairwise(bounds), strict=True)
+    }
 
 
 def load_documents(path: Path = ARCHIVE) -> tuple[Document, ...]:
@@ -123,7 +127,9 @@ def load_documents(path: Path = ARCHIVE) -> tuple[Document, ...]:
         "technical": split_jargon(files.pop("jargon")),
         "drama": files,
     }
-    return tuple(Document(name, register, text) for register, texts in registers.items() for name, text in texts.items())
+    return tuple(
+        Document(name, register, text) for register, texts in registers.items() for name, text in texts.items()
+    )
 
 
 def split_documents(documents: Iterable[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
@@ -137,11 +143,11 @@ def split_documents(documents: Iterable[Document]) -> tuple[tuple[Document, ...]
 
 def cut_stretch(stretch: Stretch, text: str) -> str:
     """The part of ``text`` that ``stretch`` bounds; raises ValueError where a bound is not one line of ``text``."""
-    padded = f"\n{text}"
+    lines = text.split("\n")
     for line in (stretch.opening, stretch.ending):
-        if padded.count(f"\n{line}\n") != 1:
+        if lines.count(line) != 1:
             raise ValueError(f"{line!r} is not one line of {stretch.source}")
-    return padded[padded.index(f"\n{stretch.opening}\n") : padded.index(f"\n{stretch.ending}\n")].strip("\n") + "\n"
+    return "\n".join(lines[lines.index(stretch.opening) : lines.index(stretch.ending)]).strip("\n") + "\n"
 
 
 def embedded_documents(held_out: Iterable[Document]) -> dict[str, str]:
@@ -200,7 +206,7 @@ def write_documents(texts: Mapping[str, str], folder: Path = DOCUMENTS) -> None:
         (folder / f"{name}.txt").write_bytes(text.encode())
 
 
-def table(
+def split_table(
     tokenizer: Tokenizer, train: Sequence[Document], held_out: Sequence[Document], embedded: Mapping[str, str]
 ) -> Iterator[str]:
     """Lines of the table of splits: training text by register, held-out and embedded documents one by one."""
@@ -229,7 +235,7 @@ def main() -> None:
     train, held_out = split_documents(load_documents())
     embedded = embedded_documents(held_out)
     tokenizer = train_tokenizer([document.text for document in train], arguments.vocab_size)
-    for line in table(tokenizer, train, held_out, embedded):
+    for line in split_table(tokenizer, train, held_out, embedded):
         print(line, flush=True)
     if arguments.write_documents:
         write_documents(embedded)

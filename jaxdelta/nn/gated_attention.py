@@ -8,6 +8,7 @@ pairs. The cache holds ``max_length`` places and is only ever appended to; a seg
 prefixes that holds all tokens so far, so that neither compilation nor cost follows ``max_length``.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -135,13 +136,13 @@ def _attend(q: Array, keys: Array, values: Array, positions: Array) -> Array:
 
 def _attend_block(q: Array, keys: Array, values: Array, positions: Array) -> Array:
     B, T, A, d = q.shape
-    G = keys.shape[2]
+    G, M = keys.shape[2], keys.shape[1]
     wide = accumulation_dtype(q)
     precision = HIGHEST if q.dtype != jnp.bfloat16 else None
-    q = q.reshape(B, T, G, A // G, d)
-    scores = jnp.einsum("btgad,bsgd->bgats", q, keys, preferred_element_type=wide, precision=precision) * d**-0.5
-    visible = jnp.arange(keys.shape[1]) <= positions[:, :, None]
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    y = jnp.einsum("bgats,bsgd->btgad", weights, values, preferred_element_type=wide, precision=precision)
-    return y.reshape(B, T, A, d).astype(q.dtype)
+    product = partial(jnp.einsum, preferred_element_type=wide, precision=precision)
+    # Axes stay in the order that the products give: the scores are the largest array and are never transposed.
+    scores = product("btgad,bsgd->bgtas", q.reshape(B, T, G, A // G, d), keys) * d**-0.5
+    visible = jnp.where(jnp.arange(M) <= positions[:, :, None], 0.0, -jnp.inf).astype(wide)
+    weights = jax.nn.softmax(scores + visible[:, None, :, None], axis=-1).astype(values.dtype)
+    y = product("bgtas,bsgd->bgtad", weights, values)
+    return jnp.moveaxis(y, 1, 2).reshape(B, T, A, d).astype(q.dtype)

@@ -81,15 +81,18 @@ def gated_delta_rule_chunked(
     beta: Gates,
     state: State | None = None,
     scale: float | None = None,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
 ) -> tuple[Values, State]:
     """The map of :func:`gated_delta_rule`, computed in chunks of matrix products. Any T; differentiable in both modes.
 
-    ``chunk_size`` never changes the result. Shapes, units and the other arguments: :func:`gated_delta_rule`.
+    ``chunk_size`` never changes the result; None takes 32 on a CPU and 64 elsewhere, as measured. Shapes, units and the other
+    arguments: :func:`gated_delta_rule`.
 
     Raises:
         ValueError: ``chunk_size`` is below 1.
     """
+    if chunk_size is None:
+        chunk_size = 32 if jax.default_backend() == "cpu" else 64
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; expected at least 1")
     q, k, v, g, beta, S = _prepare(q, k, v, g, beta, state, scale)
@@ -100,8 +103,9 @@ def gated_delta_rule_chunked(
 
     index = jnp.arange(C)
     below = index[:, None] > index
-    D = jnp.exp(_segment_sums(g))
-    gamma = jnp.exp(jnp.cumsum(g, axis=-1))[..., None]
+    sums = _segment_sums(g)
+    D = jnp.exp(sums)
+    gamma = jnp.exp(sums[..., :1] + g[..., :1, None])
     kk = jnp.einsum("nbhik,nbhjk->nbhij", k, k, precision=HIGHEST)
     X = inverse_unit_lower(jnp.where(below, beta[..., None] * kk, 0))
     write = X * D * beta[..., None, :]
@@ -133,9 +137,9 @@ def _split_chunks(x: Array, C: int) -> Array:
 def _segment_sums(g: Float[Array, "*batch C"]) -> Float[Array, "*batch C C"]:
     """Entry (i, j) is the sum of g over j < t <= i; minus infinity above the diagonal."""
     index = jnp.arange(g.shape[-1])
-    after = index[:, None] > index
-    sums = jnp.cumsum(jnp.where(after, g[..., :, None], 0), axis=-2)
-    return jnp.where(index[:, None] >= index, sums, -jnp.inf)
+    upto = index[:, None] >= index
+    sums = _matmul(upto.astype(g.dtype), jnp.where(index[:, None] > index, g[..., :, None], 0))
+    return jnp.where(upto, sums, -jnp.inf)
 
 
 @jax.custom_jvp

@@ -1,0 +1,110 @@
+"""What several tests share: errors, inputs that have broken implementations before, and definitions in numpy float64."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Relative Frobenius errors that ops must meet, by dtype.
+TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+
+KEYS = ("random", "cosine 0.5", "cosine 0.9", "near duplicates")
+DECAYS = ("0", "-1e-7", "-2", "-20", "half 0, half -3", "-20 beside -1e-3", "0 to -20")
+
+
+def relative_error(a, b) -> float:
+    """‖a − b‖ / ‖b‖ over all entries, in f64; infinite where ``a`` is not finite."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert a.shape == b.shape, f"{a.shape} against {b.shape}"
+    if not np.isfinite(a).all():
+        return np.inf
+    distance, norm = np.linalg.norm(a - b), np.linalg.norm(b)
+    return distance / norm if norm else distance
+
+
+def unit_keys(rng: np.random.Generator, shape: tuple[int, ...], kind: str = "random") -> np.ndarray:
+    """Unit vectors [B, T, H, K] that share a direction per head: a mean cosine between two tokens as ``kind`` says."""
+    common = _unit(rng.standard_normal((shape[0], 1, *shape[2:])))
+    own = _unit(rng.standard_normal(shape))
+    if kind == "near duplicates":
+        return _unit(common + 1e-3 * own)
+    cosine = {"random": 0.0, "cosine 0.5": 0.5, "cosine 0.9": 0.9}[kind]
+    return _unit(np.sqrt(cosine) * common + np.sqrt(1 - cosine) * own)
+
+
+def log_decays(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """g of one of the regimes of ``DECAYS``, mixed token by token where it has several values."""
+    if kind == "half 0, half -3":
+        return rng.choice([0.0, -3.0], shape)
+    if kind == "-20 beside -1e-3":
+        return rng.choice([-20.0, -1e-3], shape)
+    if kind == "0 to -20":
+        return rng.choice([0.0, -1e-7, -1e-3, -0.1, -2.0, -20.0], shape)
+    return np.full(shape, float(kind))
+
+
+def delta_inputs(
+    seed: int, T: int, *, keys: str = "random", decay: str = "0 to -20", B: int = 2, H: int = 3, K: int = 13, V: int = 7, dtype
+) -> dict[str, jax.Array]:
+    """Arguments of the gated delta rule with a state to start from; beta over [0, 2] with its ends and 1 among them."""
+    rng = np.random.default_rng(seed)
+    arrays = {
+        "q": _unit(rng.standard_normal((B, T, H, K))),
+        "k": unit_keys(rng, (B, T, H, K), keys),
+        "v": rng.standard_normal((B, T, H, V)),
+        "g": log_decays(rng, (B, T, H), decay),
+        "beta": np.where(rng.random((B, T, H)) < 0.2, rng.choice([0.0, 1.0, 2.0], (B, T, H)), 2 * rng.random((B, T, H))),
+        "state": rng.standard_normal((B, H, K, V)),
+    }
+    return {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+
+
+def delta_rule(q, k, v, *, g, beta, state=None, scale=None) -> tuple[np.ndarray, np.ndarray]:
+    """S_t = alpha_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T and o_t = scale S_t^T q_t, literally, in f64."""
+    q, k, v, g, beta = (np.asarray(x, np.float64) for x in (q, k, v, g, beta))
+    B, T, H, K = k.shape
+    V = v.shape[-1]
+    scale = 1 / np.sqrt(K) if scale is None else scale
+    S = np.zeros((B, H, K, V)) if state is None else np.array(state, np.float64)
+    o = np.zeros((B, T, H, V))
+    for b, t, h in np.ndindex(B, T, H):
+        key, strength = k[b, t, h], beta[b, t, h]
+        transition = np.exp(g[b, t, h]) * (np.eye(K) - strength * np.outer(key, key))
+        S[b, h] = transition @ S[b, h] + strength * np.outer(key, v[b, t, h])
+        o[b, t, h] = scale * q[b, t, h] @ S[b, h]
+    return o, S
+
+
+def matrices_of_spectrum(seed: int, sigma, K: int, V: int, batch: tuple[int, ...] = ()) -> np.ndarray:
+    """K x V matrices with singular values ``sigma`` (any number up to min(K, V)) and random singular vectors, in f64."""
+    sigma = np.asarray(sigma, np.float64)
+    rng = np.random.default_rng(seed)
+    U = np.linalg.qr(rng.standard_normal((*batch, K, sigma.size)))[0]
+    W = np.linalg.qr(rng.standard_normal((*batch, V, sigma.size)))[0]
+    return (U * sigma) @ np.swapaxes(W, -1, -2)
+
+
+def truncated(S, rank: int) -> np.ndarray:
+    """The best approximation of ``rank`` to each matrix, by LAPACK's SVD in f64."""
+    U, sigma, Wt = np.linalg.svd(np.asarray(S, np.float64), full_matrices=False)
+    return (U[..., :rank] * sigma[..., None, :rank]) @ Wt[..., :rank, :]
+
+
+def dot_precisions(f, *args) -> list:
+    """The precision of every matrix product in the program of ``f``, inner functions and loops included."""
+    equations = _equations(jax.make_jaxpr(f)(*args).jaxpr)
+    return [equation.params["precision"] for equation in equations if equation.primitive.name == "dot_general"]
+
+
+def _equations(jaxpr) -> Iterator:
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
