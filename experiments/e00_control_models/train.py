@@ -7,7 +7,7 @@ Command: ``python -m experiments.e00_control_models.train --out results/control`
 Wall time: about 50 minutes on 2 CPU cores (bf16 products, f32 parameters).
 Expected: held-out bits a byte well under the 2.7 of ``xz -9e``; the card of the installed model has the figures.
 
-Texts are one stream with separators. Windows of 1,024 tokens first, then a share of steps at 4,096, so that positions and
+Texts are one stream with separators. Windows of 512 tokens first, then a share of steps at 4,096, so that positions and
 states as long as those of the embedded documents are met in training. AdamW (Loshchilov and Hutter, arXiv 1711.05101) with
 a warm-up and a cosine.
 """
@@ -39,10 +39,10 @@ CONTROL = Qwen3_5Config(
     key_dim=32,
     value_dim=32,
     conv_width=4,
-    num_query_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    rotary_dim=8,
+    num_query_heads=2,
+    num_kv_heads=1,
+    head_dim=48,
+    rotary_dim=12,
     rope_theta=1e4,
     max_position=8192,
 )
@@ -64,11 +64,11 @@ class Recipe:
         seed: of parameters and windows.
     """
 
-    steps: int = 1600
+    steps: int = 1500
     batch_tokens: int = 8192
-    window: int = 1024
+    window: int = 512
     long_window: int = 4096
-    long_share: float = 0.2
+    long_share: float = 0.15
     learning_rate: float = 3e-3
     warmup: int = 80
     weight_decay: float = 0.1
@@ -110,7 +110,7 @@ def train(recipe: Recipe, config: Qwen3_5Config, stream: np.ndarray, held_out: n
         return optax.apply_updates(params, updates), opt_state, loss
 
     evaluate = jax.jit(loss_of)
-    held_out_windows = _windows(held_out, np.arange(16) * (len(held_out) // 16), recipe.window)
+    held_out_windows = _windows(held_out, np.arange(32) * (len(held_out) // 32), recipe.window)
     saved = out / "training.npz"
     first, curve = 0, []
     if saved.exists():

@@ -99,8 +99,7 @@ def truncation(
     full = min(S.shape[-2:])
     max_rank = largest_rank(rank, full) if max_rank is None else max_rank
     check_ranks(rank, full, max_rank)
-    if method is None:
-        method = "subspace" if 4 * max_rank <= full else "eigh"
+    method = method or choose_method(max_rank, full)
     rank = jnp.broadcast_to(jnp.asarray(rank, jnp.int32), S.shape[:-2])
     S = S.astype(accumulation_dtype(S))
     if basis is None:
@@ -114,6 +113,11 @@ def largest_rank(rank, full: int) -> int:
         return full
     ranks = np.asarray(rank)
     return int(ranks[ranks < full].max(initial=1))
+
+
+def choose_method(max_rank: int, full: int) -> Method:
+    """Subspace iteration where the subspace is narrow, eigh of the Gram matrix elsewhere."""
+    return "subspace" if 4 * max_rank <= full else "eigh"
 
 
 def check_ranks(rank, full: int, max_rank: int) -> None:

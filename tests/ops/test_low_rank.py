@@ -24,7 +24,7 @@ def energy(S):
     return np.sum(np.asarray(S, np.float64) ** 2, axis=(-2, -1))
 
 
-def ones_and_scaled(seed, *, ratio, shape=(24, 31), batch=(3,), dtype=jnp.float32):
+def decaying(seed, *, ratio, shape=(24, 31), batch=(3,), dtype=jnp.float32):
     """Matrices with singular values ratio^i."""
     return jnp.asarray(matrices_of_spectrum(seed, ratio ** np.arange(min(shape)), *shape, batch), dtype)
 
@@ -37,7 +37,7 @@ def ones_and_scaled(seed, *, ratio, shape=(24, 31), batch=(3,), dtype=jnp.float3
 @pytest.mark.parametrize("rank", (1, 5, 17, 23))
 def test_error_equals_the_tail_of_the_spectrum(method, shape, rank):
     """‖S − S_r‖² = Σ_{i>r} σ_i², and S_r has no more than r directions."""
-    S = ones_and_scaled(0, ratio=0.8, shape=shape)
+    S = decaying(0, ratio=0.8, shape=shape)
     S_r = known(S, rank, method=method).state
     tail = np.sum(0.8 ** (2 * np.arange(rank, 24)))
     np.testing.assert_allclose(energy(S - S_r), tail, atol=1e-5 * energy(S).max(), rtol=0)
@@ -48,7 +48,7 @@ def test_error_equals_the_tail_of_the_spectrum(method, shape, rank):
 @SHAPES
 @pytest.mark.parametrize("rank", (1, 4))
 def test_exact_methods_give_the_best_approximation(method, shape, rank, dtype):
-    S = ones_and_scaled(1, ratio=0.5, shape=shape, dtype=dtype)
+    S = decaying(1, ratio=0.5, shape=shape, dtype=dtype)
     out = known(S, rank, method=method)
     assert relative_error(out.state, truncated(S, rank)) < TOLERANCE[dtype.name]
     assert out.state.dtype == dtype
@@ -87,7 +87,7 @@ def test_wide_spectra_keep_the_basis_orthonormal_and_the_tail_small(decades, ran
 @METHODS
 @SHAPES
 def test_full_rank_is_the_identity_bit_for_bit(method, shape):
-    S = ones_and_scaled(4, ratio=0.8, shape=shape)
+    S = decaying(4, ratio=0.8, shape=shape)
     np.testing.assert_array_equal(known(S, 24, method=method).state, S)
 
 
@@ -104,7 +104,7 @@ def test_the_basis_holds_key_directions(method):
 
 @METHODS
 def test_truncating_twice_changes_nothing(method):
-    S = ones_and_scaled(6, ratio=0.6)
+    S = decaying(6, ratio=0.6)
     once = known(S, 4, method=method).state
     assert relative_error(known(once, 4, method=method).state, once) < 1e-5
 
@@ -125,7 +125,7 @@ def test_rotating_a_degenerate_block_changes_nothing(method):
 
 def test_method_follows_from_the_rank():
     """Subspace iteration, which counts rounds, up to a quarter of min(K, V); eigh above, and where ranks are traced."""
-    S = ones_and_scaled(8, ratio=0.6)
+    S = decaying(8, ratio=0.6)
     assert known(S, 6).rounds >= 1
     assert known(S, 7).rounds == 0
     assert traced(S, 6).rounds == 0
@@ -134,7 +134,7 @@ def test_method_follows_from_the_rank():
 
 @METHODS
 def test_state_of_a_bf16_state_is_f32(method):
-    S = ones_and_scaled(9, ratio=0.6, dtype=jnp.bfloat16)
+    S = decaying(9, ratio=0.6, dtype=jnp.bfloat16)
     out = known(S, 4, method=method)
     assert out.state.dtype == jnp.float32
     assert energy(out.state) == pytest.approx(energy(truncated(S, 4)), rel=1e-5)
@@ -142,7 +142,7 @@ def test_state_of_a_bf16_state_is_f32(method):
 
 @METHODS
 def test_every_product_is_of_the_highest_precision(method):
-    S = ones_and_scaled(10, ratio=0.6)
+    S = decaying(10, ratio=0.6)
     precisions = dot_precisions(jax.grad(lambda S: truncate(S, 4, method=method).sum()), S)
     assert len(precisions) >= 8
     assert set(precisions) == {(HIGHEST, HIGHEST)}
@@ -153,13 +153,298 @@ def test_every_product_is_of_the_highest_precision(method):
 
 @METHODS
 def test_ranks_per_head_equal_solo_calls(method):
-    S = ones_and_scaled(11, ratio=0.5, batch=(2, 3))
-    ranks = np.array([1, 3, 24])
-    out = known(S, tuple_rank := HashableRanks(ranks), method=method)
-    del tuple_rank
+    S, ranks = decaying(11, ratio=0.5, batch=(2, 3)), np.array([1, 3, 24])
+    out = jax.jit(lambda S: truncation(S, ranks, method=method))(S)
     for h, rank in enumerate(ranks):
-        assert relative_error(out.state[:, h], truncated(S[:, h], rank)) < 1e-3
+        solo = known(S[:, h], int(rank), method=method).state
+        assert relative_error(out.state[:, h], solo) < 2e-3  # missed energy of 3e-6 turns directions by its root
+        np.testing.assert_allclose(energy(out.state[:, h]), energy(truncated(S[:, h], rank)), rtol=1e-5)
 
 
-class HashableRanks(np.ndarray):
-    pass
+@METHODS
+def test_traced_ranks_equal_known_ranks(method):
+    S, ranks = decaying(12, ratio=0.5, batch=(2, 3)), np.array([[1, 3, 24], [2, 4, 1]])
+    out = jax.jit(lambda S: truncation(S, ranks, method=method))(S)
+    bounded = traced(S, ranks, method=method, max_rank=4)
+    assert relative_error(bounded.state, out.state) < 1e-6
+    mapped = jax.vmap(jax.vmap(partial(truncate, method=method, max_rank=4)))(S, jnp.asarray(ranks))
+    assert relative_error(mapped, out.state) < 2e-3
+    np.testing.assert_allclose(energy(mapped), energy(out.state), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rank", [3, np.int64(3), np.array(3), np.full((2, 3), 3, np.int64), [3, 3, 3], jnp.full(3, 3)], ids=lambda r: type(r).__name__
+)
+def test_integers_of_any_kind_are_ranks(rank):
+    S = decaying(13, ratio=0.5, batch=(2, 3))
+    assert relative_error(truncate(S, rank, method="eigh"), known(S, 3, method="eigh").state) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "message"),
+    [
+        (0, {}, r"rank 0 is outside of 1 to min\(K, V\) = 24"),
+        (-1, {}, r"rank -1 is outside of 1 to min\(K, V\) = 24"),
+        (25, {}, r"rank 25 is outside of 1 to min\(K, V\) = 24"),
+        (np.array([3, 0, 24]), {}, r"rank 0 is outside of 1 to min\(K, V\) = 24"),
+        (5, {"max_rank": 4}, r"rank 5 is above max_rank = 4"),
+        (1, {"max_rank": 25}, r"max_rank is 25; expected 1 to min\(K, V\) = 24"),
+        (1, {"max_rank": 0}, r"max_rank is 0; expected 1 to min\(K, V\) = 24"),
+        (np.array([2.0]), {}, "dtype float64; expected integers"),
+        (np.array([True]), {}, "dtype bool; expected integers"),
+        (True, {}, "dtype bool; expected integers"),
+    ],
+    ids=str,
+)
+def test_wrong_ranks_are_named(rank, options, message):
+    with pytest.raises(ValueError, match=message):
+        truncate(decaying(14, ratio=0.5), rank, **options)
+
+
+@METHODS
+def test_full_ranks_are_free_of_max_rank(method):
+    S = decaying(15, ratio=0.5)
+    np.testing.assert_array_equal(known(S, 24, method=method, max_rank=2).state, S)
+
+
+@METHODS
+def test_traced_wrong_ranks_give_nan_in_their_state_alone(method):
+    S = decaying(16, ratio=0.5, batch=(6,))
+    out = traced(S, jnp.array([0, 3, -1, 5, 25, 24]), method=method, max_rank=4).state
+    np.testing.assert_array_equal(jnp.isnan(out).all((1, 2)), [True, False, True, True, True, False])
+    assert jnp.isfinite(out[jnp.array([1, 5])]).all()
+
+
+# States of every kind
+
+
+@METHODS
+@pytest.mark.parametrize("scale", (1e-20, 1e20))
+def test_states_of_any_scale_truncate_alike(method, scale):
+    S = decaying(17, ratio=0.5)
+    assert relative_error(known(scale * S, 3, method=method).state / scale, known(S, 3, method=method).state) < 1e-5
+
+
+@METHODS
+@SHAPES
+def test_states_of_low_rank_are_kept_whole(method, shape):
+    """Ranks 0, 1, 3 and 4 cut at 4, beside a state of full rank: each is itself, and none is touched by the others."""
+    rng = np.random.default_rng(18)
+    low = [matrices_of_spectrum(19, np.ones(n), *shape) for n in (1, 3, 4)]
+    S = jnp.asarray(np.stack([rng.standard_normal(shape), np.zeros(shape), *low]), jnp.float32)
+    out = known(S, 4, method=method)
+    for a, b in zip(out.state[1:], S[1:], strict=True):
+        assert relative_error(a, b) < 1e-5
+    np.testing.assert_array_equal(out.state[1], 0)
+    np.testing.assert_allclose(energy(out.state[0]), energy(truncated(S[0], 4)), rtol=1e-5)
+    assert jnp.isfinite(out.basis).all()
+    assert jnp.isfinite(out.missed).all()
+
+
+@METHODS
+@SHAPES
+def test_states_of_unit_vectors_keep_the_largest(method, shape):
+    """σ = 6 … 1 on coordinate axes, where a random start is the only source of other directions."""
+    S = np.zeros(shape, np.float32)
+    S[np.arange(6) + 9, np.arange(6)] = [6, 5, 4, 3, 2, 1]
+    expected = np.where(S >= 3, S, 0)
+    assert relative_error(known(jnp.asarray(S), 4, method=method).state, expected) < 2e-3
+
+
+@METHODS
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (1, 1), (2, 7)])
+def test_thin_states(method, shape):
+    S = decaying(20, ratio=0.5, shape=shape)
+    assert relative_error(known(S, 1, method=method).state, truncated(S, 1)) < 1e-5
+
+
+@METHODS
+@pytest.mark.parametrize("bad", (np.nan, np.inf))
+def test_a_state_that_is_not_finite_stays_alone(method, bad):
+    S = decaying(21, ratio=0.8)
+    good = known(S, 3, method=method)
+    out = known(S.at[1, 2, 3].set(bad), 3, method=method)
+    assert jnp.isnan(out.state[1]).any()
+    assert relative_error(out.state[::2], good.state[::2]) < 2e-3
+    np.testing.assert_allclose(energy(out.state[::2]), energy(good.state[::2]), rtol=1e-5)
+    assert out.rounds <= good.rounds
+
+
+# Warm starts
+
+
+def turned(seed, angle, shape=(64, 71)):
+    """A matrix whose leading 20 singular directions lie ``angle`` from the first 20 of a fixed basis, σ = 3 … 1, 0.1."""
+    U, W = (np.linalg.qr(np.random.default_rng(seed).standard_normal((n, 64)))[0] for n in shape)
+    U[:, :20], U[:, 20:40] = (
+        np.cos(angle) * U[:, :20] + np.sin(angle) * U[:, 20:40],
+        np.cos(angle) * U[:, 20:40] - np.sin(angle) * U[:, :20],
+    )
+    return (U * np.r_[np.linspace(3, 1, 20), np.full(44, 0.9)]) @ W.T
+
+
+def test_a_near_basis_saves_rounds_and_changes_no_result():
+    first, second = (jnp.asarray(turned(22, angle), jnp.float32) for angle in (0.0, 0.01))
+    cold = known(second, 12, method="subspace")
+    warm = known(second, 12, method="subspace", basis=known(first, 12, method="subspace").basis)
+    assert warm.rounds < cold.rounds
+    np.testing.assert_allclose(energy(warm.state), energy(truncated(second, 12)), rtol=1e-5)
+    assert relative_error(warm.state, cold.state) < 5e-3
+
+
+@pytest.mark.parametrize("rank", (4, 12))
+@pytest.mark.parametrize("axes", ("random", "coordinates"))
+def test_a_basis_orthogonal_to_the_leading_directions_finds_them_all_the_same(rank, axes, dtype):
+    """The second state is large where the first was zero: none of its leading directions is in the first's basis."""
+    U, W = (np.linalg.qr(np.random.default_rng(23).standard_normal((n, n)))[0] for n in (64, 71))
+    if axes == "coordinates":
+        U, W = np.eye(64), np.eye(71)
+    old, new = slice(0, rank + 8), slice(rank + 8, 2 * rank + 8)
+    sigmas = np.zeros((2, 64))
+    sigmas[0, old] = np.linspace(2, 1, rank + 8)
+    sigmas[1] = 1e-3
+    sigmas[1, old], sigmas[1, new] = 0.1, 10.0
+    first, second = (jnp.asarray((U * sigma) @ W[:, :64].T, dtype) for sigma in sigmas)
+    warm = known(second, rank, method="subspace", basis=known(first, rank, method="subspace").basis)
+    np.testing.assert_allclose(energy(warm.state), 100.0 * rank, rtol=1e-5)
+
+
+def test_a_basis_of_zeros_starts_anew():
+    """What a zero state leaves behind."""
+    zero = known(jnp.zeros((3, 64, 71)), 12, method="subspace")
+    S = decaying(24, ratio=0.9, shape=(64, 71))
+    out = known(S, 12, method="subspace", basis=zero.basis)
+    np.testing.assert_allclose(energy(out.state), energy(truncated(S, 12)), rtol=1e-5)
+
+
+# The derivative
+
+DEGENERACIES = {
+    "gaps": [9, 7, 5, 3, 2, 1, 0.5],
+    "kept degenerate": [9, 9, 9, 3, 2, 1, 0.5],
+    "discarded degenerate": [9, 8, 7, 3, 3, 3, 3],
+    "both degenerate": [9, 9, 9, 3, 3, 3, 3],
+    "rank-deficient at r": [9, 8, 7],
+    "kept degenerate, rest zero": [9, 9, 9],
+}
+
+
+@cache
+def jvp(method):
+    return jax.jit(lambda S, dS: jax.jvp(partial(truncate, rank=3, method=method, max_rank=3), [S], [dS])[1])
+
+
+@cache
+def vjp(method):
+    return jax.jit(lambda S, cotangent: jax.vjp(partial(truncate, rank=3, method=method, max_rank=3), S)[1](cotangent)[0])
+
+
+def near_degenerate(spectrum, shape):
+    S = jnp.asarray(matrices_of_spectrum(25, DEGENERACIES[spectrum], *shape, (2,)))
+    return S, *(jnp.asarray(np.random.default_rng(seed).standard_normal(S.shape)) for seed in (26, 27))
+
+
+@METHODS
+@SHAPES
+@pytest.mark.parametrize("spectrum", DEGENERACIES)
+def test_derivative_equals_central_differences_of_the_exact_truncation(method, shape, spectrum, x64):
+    S, dS, cotangent = near_degenerate(spectrum, shape)
+    step = 1e-5
+    expected = (truncated(S + step * dS, 3) - truncated(S - step * dS, 3)) / (2 * step)
+    assert relative_error(jvp(method)(S, dS), expected) < 1e-7
+    pulled = vjp(method)(S, cotangent)
+    assert jnp.vdot(pulled, dS) == pytest.approx(np.vdot(cotangent, expected), rel=1e-7)
+
+
+@METHODS
+@pytest.mark.parametrize("spectrum", DEGENERACIES)
+def test_derivative_in_f32_equals_that_in_f64(method, spectrum):
+    with jax.enable_x64(True):
+        S, dS, _ = near_degenerate(spectrum, (24, 31))
+        expected = np.asarray(jvp(method)(S, dS))
+    S, dS = (jnp.asarray(np.asarray(a), jnp.float32) for a in (S, dS))
+    assert relative_error(jvp(method)(S, dS), expected) < 1e-5
+
+
+@METHODS
+@SHAPES
+@pytest.mark.parametrize("scale", (1e-15, 1.0, 1e15))
+def test_gradient_of_half_the_energy_is_the_truncated_state(method, shape, scale):
+    """d(½ Σ_{i≤r} σ_i²) / dS = S_r, at every scale."""
+    S = scale * decaying(28, ratio=0.5, shape=shape)
+    loss = lambda S: 0.5 * jnp.sum(truncate(S, 3, method=method) ** 2)
+    gradient = jax.jit(jax.grad(loss))(S)
+    assert relative_error(gradient / scale, truncated(S, 3) / scale) < 2e-3
+
+
+@METHODS
+@SHAPES
+def test_derivative_of_full_rank_is_the_identity(method, shape):
+    S, dS = decaying(29, ratio=0.5, shape=shape), decaying(30, ratio=0.9, shape=shape)
+    out = jax.jvp(partial(truncate, rank=24, method=method), [S], [dS])[1]
+    np.testing.assert_array_equal(out, dS)
+
+
+@METHODS
+@pytest.mark.parametrize(
+    ("sigma", "smooth"),
+    [
+        ([3, 2, 1, 0.5], True),
+        ([3, 3, 1, 1], True),
+        ([3, 2], True),
+        ([3, 2, 2, 1], False),
+        ([3], False),
+        ([0], False),
+    ],
+    ids=str,
+)
+def test_smooth_says_whether_there_is_a_gap(method, sigma, smooth, dtype):
+    S = jnp.asarray(matrices_of_spectrum(31, sigma, 24, 31), dtype)
+    assert known(S, 2, method=method).smooth == smooth
+    assert known(S, 24, method=method).smooth
+
+
+@METHODS
+@pytest.mark.parametrize("sigma", [[3, 2, 2, 1], [3], [0]], ids=str)
+def test_without_a_gap_the_derivative_is_the_projection_of_the_tangent(method, sigma, x64):
+    """P dS: it stays in a subspace of dimension 2 that holds the directions of S above the tie."""
+    S = jnp.asarray(matrices_of_spectrum(32, sigma, 24, 31))
+    dS = jnp.asarray(np.random.default_rng(33).standard_normal(S.shape))
+    f = partial(truncate, rank=2, method=method)
+    out, pull = jax.vjp(f, S)
+    d_out = jax.jvp(f, [S], [dS])[1]
+    assert np.linalg.matrix_rank(d_out, tol=1e-9) == 2
+    P = np.linalg.svd(d_out)[0][:, :2]
+    P = P @ P.T
+    assert relative_error(d_out, P @ dS) < 1e-10
+    u = np.linalg.svd(S)[0][:, :1]
+    if sigma[0] > 0:
+        assert relative_error(P @ u, u) < 1e-10
+    assert relative_error(pull(dS)[0], d_out) < 1e-10
+
+
+@METHODS
+@pytest.mark.parametrize("sigma", [(3, 2, 1, 1), (2, 2, 1, 0.5), (2, 2, 2, 2), (0, 0, 0, 0)], ids=str)
+def test_derivatives_are_finite_at_diagonal_matrices(method, sigma):
+    """Where reverse mode through an SVD or an eigh is NaN."""
+    S = jnp.asarray(np.diag(sigma) @ np.eye(4, 5), jnp.float32)
+    weights = jnp.asarray(np.random.default_rng(34).standard_normal((4, 5)), jnp.float32)
+    for rank in (1, 2, 3):
+        gradient = jax.jit(jax.grad(lambda S: jnp.sum(weights * truncate(S, rank, method=method))))(S)  # noqa: B023
+        assert jnp.isfinite(gradient).all()
+    assert jnp.isfinite(jax.grad(lambda S: jnp.sum(singular_values(S)))(S)).all()
+
+
+@METHODS
+@pytest.mark.timeout(120, method="thread")
+def test_all_layers_in_one_program_do_not_deadlock(method):
+    """18 layers of 16 heads, stacked, with their derivative; as many LAPACK calls at once as cores would hang XLA's CPU."""
+    S = [decaying(seed, ratio=0.5, shape=(32, 40), batch=(1, 16)) for seed in range(18)]
+
+    @jax.jit
+    @jax.grad
+    def gradient(S):
+        return 0.5 * jnp.sum(truncate(jnp.stack(S), 3, method=method) ** 2)
+
+    for a, b in zip(gradient(S), S, strict=True):
+        assert relative_error(a, truncated(b, 3)) < 2e-3

@@ -1,0 +1,229 @@
+"""Segmented run: the only way in which an analysis runs a model.
+
+A text is cut into segments of equal length. One compiled function takes a segment and the carry and gives the loss of every
+token and the next carry; between two segments an intervention may change the carry. The last position of a segment predicts
+the first token of the next, so N tokens give N - 1 losses, each once. Logits exist for a block of tokens at a time.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxdelta.dims import Mask, Tokens
+from jaxdelta.interventions import Intervention
+from jaxdelta.models.config import Qwen3_5Config
+from jaxdelta.models.qwen3_5 import Carry, Qwen3_5
+
+LOGITS_AT_ONCE = 2**26  # entries of the largest block of logits, 256 MiB in f32
+
+
+class NonFiniteError(ValueError):
+    """A NaN or an infinity in the residual stream, a state or a logit; the message names where."""
+
+
+class Run(NamedTuple):
+    """What a segmented run gives.
+
+    Attributes:
+        losses: f32 [B, N - 1], nats of token i + 1 given tokens 0 .. i; NaN where a row's text has ended.
+        carry: after the last token of each row.
+        records: of the intervention, one entry a boundary, stacked; None without an intervention.
+    """
+
+    losses: np.ndarray
+    carry: Carry
+    records: Any
+
+
+def init_carry(model: Qwen3_5, batch: int = 1, max_length: int = 16384) -> Carry:
+    """The carry before the first token of ``batch`` texts of at most ``max_length`` tokens.
+
+    Raises:
+        ValueError: ``batch`` or ``max_length`` is below 1.
+    """
+    if batch < 1 or max_length < 1:
+        raise ValueError(f"batch = {batch} and max_length = {max_length}; expected at least 1 each")
+    return model.init_carry(batch, max_length)
+
+
+def forward(model: Qwen3_5, tokens: Tokens, carry: Carry, mask: Mask | None = None) -> tuple[Float[Array, "B T Y"], Carry]:
+    """Run any number of tokens on from ``carry``, which stays valid; compiled once for each shape.
+
+    Args:
+        tokens: ids below the vocabulary's size.
+        carry: of :func:`init_carry` or of an earlier call, with room for the tokens of text.
+        mask: False is padding, on either side; padding has no position and leaves its row's carry as it was. The logits
+            at padding mean nothing.
+
+    Returns:
+        Logits, f32 or wider, and the next carry.
+
+    Raises:
+        ValueError: an id out of range, a batch that is not the carry's, or more tokens than the carry has room for.
+    """
+    tokens = jnp.asarray(tokens, jnp.int32)
+    check_tokens(tokens, model.config.vocab_size)
+    if tokens.shape[0] != carry.position.shape[0]:
+        raise ValueError(f"tokens have {tokens.shape[0]} rows, the carry {carry.position.shape[0]}")
+    added = tokens.shape[1] if mask is None else jnp.sum(jnp.asarray(mask), axis=1)
+    _check_room(carry, added)
+    return _forward(model.config, nnx.state(model), carry, tokens, mask)
+
+
+def run(
+    model: Qwen3_5,
+    tokens: np.ndarray,
+    *,
+    segment: int = 256,
+    lengths: np.ndarray | None = None,
+    intervention: Intervention | None = None,
+    max_length: int | None = None,
+    after_segment: Callable[[int], None] = lambda index: None,
+) -> Run:
+    """Run texts [B, N] segment by segment, with ``intervention`` at every boundary between two of them.
+
+    Args:
+        tokens: ids below the vocabulary's size; what follows a row's ``lengths`` is padding.
+        segment: tokens between two boundaries; the last segment may hold fewer.
+        lengths: tokens of each row, all N where None.
+        max_length: places of the key/value cache, N rounded up to whole segments where None.
+        after_segment: called with the index of each segment once it is computed, for progress.
+
+    Raises:
+        ValueError: an id out of range, a text of fewer than two tokens, a segment below 1 or above ``max_length``, a text
+            above ``max_length``, or a rank that the intervention refuses.
+        NonFiniteError: a NaN or an infinity, with its layer, segment and row.
+    """
+    tokens = np.asarray(tokens, np.int32)
+    B, N = tokens.shape
+    lengths = np.full(B, N) if lengths is None else np.asarray(lengths)
+    if segment < 1:
+        raise ValueError(f"segment is {segment}; expected at least 1 token")
+    if lengths.min() < 2 or lengths.max() > N:
+        raise ValueError(f"texts have {lengths.min()} to {lengths.max()} tokens; expected 2 to {N}")
+    count = -(-int(lengths.max()) // segment)
+    max_length = count * segment if max_length is None else max_length
+    if segment > max_length:
+        raise ValueError(f"a segment of {segment} tokens is longer than max_length = {max_length}")
+    if lengths.max() > max_length:
+        raise ValueError(f"a text of {lengths.max()} tokens is longer than max_length = {max_length}")
+    check_tokens(np.where(np.arange(N) < lengths[:, None], tokens, 0), model.config.vocab_size)
+
+    tokens = np.pad(tokens, ((0, 0), (0, max(0, count * segment + 1 - N))))[:, : count * segment + 1]
+    params, carry = nnx.state(model), init_carry(model, B, max_length)
+    intervention, memory = (None, None) if intervention is None else intervention.start(carry)
+    losses, records, waiting = [], [], []
+    for index in range(count):
+        begin = index * segment
+        if index and intervention is not None:
+            carry, memory, record = _boundary(intervention, carry, memory)
+            records.append(record)
+        text = np.clip(lengths - begin, 0, segment).astype(np.int32)
+        here, following = tokens[:, begin : begin + segment], tokens[:, begin + 1 : begin + segment + 1]
+        loss, carry, finite = _segment(model.config, params, carry, here, following, text)
+        waiting.append((index, loss, finite))
+        if len(waiting) > 1:  # the device computes a segment while the host reads the one before
+            losses.append(_collect(model.config, *waiting.pop(0), lengths, segment))
+            after_segment(index - 1)
+    losses.append(_collect(model.config, *waiting.pop(), lengths, segment))
+    after_segment(count - 1)
+    return Run(np.concatenate(losses, axis=1)[:, : N - 1], carry, _stack(records))
+
+
+def _collect(config: Qwen3_5Config, index: int, loss: Array, finite: Array, lengths: np.ndarray, segment: int) -> np.ndarray:
+    """Losses of a segment on the host, NaN where nothing is predicted; raises NonFiniteError."""
+    loss, finite = np.array(loss), np.asarray(finite)
+    begin = index * segment
+    scored = begin + np.arange(segment) < lengths[:, None] - 1
+    broken = np.concatenate([~finite, ~np.isfinite(np.where(scored, loss, 0)).all(axis=1)[None]])
+    if broken.any():
+        place, row = (int(i[0]) for i in np.nonzero(broken))
+        names = ["the embedding", *(f"layer {i} ({kind})" for i, kind in enumerate(config.layer_kinds)), "the logits"]
+        raise NonFiniteError(
+            f"NaN or infinity first after {names[place]}, in row {row}, tokens {begin} to {begin + segment - 1}; "
+            "no loss is reported. Look for broken weights there, or run in float32."
+        )
+    return np.where(scored, loss, np.nan)
+
+
+def _stack(records: list) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *records) if records else None
+
+
+@lru_cache
+def _graphdef(config: Qwen3_5Config) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: Qwen3_5(config)))[0]
+
+
+def _model(config: Qwen3_5Config, params: nnx.State) -> Qwen3_5:
+    """The module of a config around traced parameters; compiled functions are keyed by the config alone."""
+    return nnx.merge(_graphdef(config), params)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _segment(config, params, carry: Carry, tokens: Tokens, targets: Tokens, length: Int[Array, " B"]):
+    model = _model(config, params)
+    out = model(tokens, carry, length)
+    return token_losses(model, out.hidden, targets), out.carry, out.finite
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _boundary(intervention: Intervention, carry: Carry, memory):
+    return intervention(carry, memory)
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(config, params, carry: Carry, tokens: Tokens, mask: Mask | None):
+    model = _model(config, params)
+    if mask is None:
+        out = model(tokens, carry)
+        return model.logits(out.hidden), out.carry
+    # Text first, padding last; the model knows padding on the right alone.
+    order = jnp.argsort(~mask, axis=1, stable=True)
+    out = model(jnp.take_along_axis(tokens, order, axis=1), carry, jnp.sum(mask, axis=1))
+    back = jnp.argsort(order, axis=1)
+    return model.logits(jnp.take_along_axis(out.hidden, back[..., None], axis=1)), out.carry
+
+
+def token_losses(model: Qwen3_5, hidden: Float[Array, "B T D"], targets: Tokens) -> Float[Array, "B T"]:
+    """Nats of each target, with the logits of at most LOGITS_AT_ONCE entries in memory at once."""
+    B, T, D = hidden.shape
+    block = max(1, min(B * T, LOGITS_AT_ONCE // model.config.vocab_size))
+    pad = -(B * T) % block
+    rows = jnp.pad(hidden.reshape(B * T, D), ((0, pad), (0, 0))).reshape(-1, block, D)
+    words = jnp.pad(targets.reshape(B * T), (0, pad)).reshape(-1, block)
+
+    def losses(rows_and_words):
+        rows, words = rows_and_words
+        logits = model.logits(rows)
+        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, words[:, None], axis=-1)[:, 0]
+
+    if rows.shape[0] == 1:
+        loss = losses((rows[0], words[0]))
+    else:
+        loss = jax.lax.map(jax.checkpoint(losses), (rows, words)).reshape(-1)
+    return loss[: B * T].reshape(B, T)
+
+
+def check_tokens(tokens: np.ndarray | Array, vocab_size: int) -> None:
+    """Raise ValueError for an id outside of the vocabulary; JAX would clip it and go on."""
+    if isinstance(tokens, jax.core.Tracer) or not tokens.size:
+        return
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"token ids run from {low} to {high}; expected 0 to {vocab_size - 1}")
+
+
+def _check_room(carry: Carry, added: int | Array) -> None:
+    caches = [layer.keys.shape[1] for layer in carry.layers if hasattr(layer, "keys")]
+    if not caches or isinstance(carry.position, jax.core.Tracer) or isinstance(added, jax.core.Tracer):
+        return
+    needed = int(jnp.max(carry.position + added))
+    if needed > min(caches):
+        raise ValueError(f"{needed} tokens do not fit the carry's max_length = {min(caches)}; make one with init_carry")
