@@ -1,6 +1,7 @@
 """What several tests share: errors, inputs that have broken implementations before, and definitions in numpy float64."""
 
 from collections.abc import Iterator
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -79,10 +80,15 @@ def delta_rule(q, k, v, *, g, beta, state=None, scale=None) -> tuple[np.ndarray,
 def matrices_of_spectrum(seed: int, sigma, K: int, V: int, batch: tuple[int, ...] = ()) -> np.ndarray:
     """K x V matrices with singular values ``sigma`` (any number up to min(K, V)) and random singular vectors, in f64."""
     sigma = np.asarray(sigma, np.float64)
-    rng = np.random.default_rng(seed)
-    U = np.linalg.qr(rng.standard_normal((*batch, K, sigma.size)))[0]
-    W = np.linalg.qr(rng.standard_normal((*batch, V, sigma.size)))[0]
-    return (U * sigma) @ np.swapaxes(W, -1, -2)
+    return (orthonormal_columns(seed, (*batch, K, sigma.size)) * sigma) @ np.swapaxes(
+        orthonormal_columns(seed + 1000, (*batch, V, sigma.size)), -1, -2
+    )
+
+
+@cache
+def orthonormal_columns(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Random matrices with orthonormal columns, in f64."""
+    return np.linalg.qr(np.random.default_rng(seed).standard_normal(shape))[0]
 
 
 def truncated(S, rank: int) -> np.ndarray:

@@ -6,7 +6,6 @@ Source: the Qwen3.5 model of transformers 5.24 (text part). The model is a pure 
 that crosses from one segment to the next is in :class:`Carry`.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -87,16 +86,14 @@ class Qwen3_5(nnx.Module):
     Attributes:
         config: sizes.
         tokenizer: ``tokenizers.Tokenizer`` or None.
-        source: where the weights came from (``path``, ``revision``, ``sha256`` ...), empty for fresh ones.
-        stored_dtypes: dtype in which each tensor was stored, by its name in the checkpoint; used when saving.
+        origin: ``checkpoints.Origin``, where the weights came from; None for fresh ones.
     """
 
     def __init__(self, config: Qwen3_5Config, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None):
         rngs = rngs or nnx.Rngs(0)
         self.config = config
-        self.tokenizer = nnx.static(None)
-        self.source: Mapping[str, str] = nnx.static({})
-        self.stored_dtypes: Mapping[str, str] = nnx.static({})
+        self.tokenizer: Any = nnx.static(None)
+        self.origin: Any = nnx.static(None)
         self.embed = normal(rngs, (config.vocab_size, config.width), dtype)
         self.layers = nnx.List([DecoderLayer(config, kind, dtype=dtype, rngs=rngs) for kind in config.layer_kinds])
         self.final_norm = zeros((config.width,))

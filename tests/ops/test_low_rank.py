@@ -10,7 +10,7 @@ import pytest
 from jaxdelta.dims import HIGHEST
 from jaxdelta.ops.low_rank import truncate, truncation
 from jaxdelta.ops.spectra import singular_values
-from tests.helpers import TOLERANCE, dot_precisions, matrices_of_spectrum, relative_error, truncated
+from tests.helpers import TOLERANCE, dot_precisions, matrices_of_spectrum, orthonormal_columns, relative_error, truncated
 
 METHODS = pytest.mark.parametrize("method", ("subspace", "eigh", "svd"))
 EXACT = pytest.mark.parametrize("method", ("eigh", "svd"))
@@ -34,11 +34,11 @@ def decaying(seed, *, ratio, shape=(24, 31), batch=(3,), dtype=jnp.float32):
 
 @METHODS
 @SHAPES
-@pytest.mark.parametrize("rank", (1, 5, 17, 23))
+@pytest.mark.parametrize("rank", (1, 4, 9))
 def test_error_equals_the_tail_of_the_spectrum(method, shape, rank):
     """‖S − S_r‖² = Σ_{i>r} σ_i², and S_r has no more than r directions."""
     S = decaying(0, ratio=0.8, shape=shape)
-    S_r = known(S, rank, method=method).state
+    S_r = traced(S, rank, method=method, max_rank=9).state
     tail = np.sum(0.8 ** (2 * np.arange(rank, 24)))
     np.testing.assert_allclose(energy(S - S_r), tail, atol=1e-5 * energy(S).max(), rtol=0)
     assert np.linalg.svd(S_r, compute_uv=False)[:, rank:].max() < 1e-6
@@ -68,7 +68,7 @@ SPECTRA = {
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_subspace_retains_the_energy_of_the_leading_directions(spectrum, rank):
     sigma = SPECTRA[spectrum]
-    S = jnp.asarray(matrices_of_spectrum(2, sigma, 128, 131, (3,)), jnp.float32)
+    S = jnp.asarray(matrices_of_spectrum(2, sigma, 128, 131), jnp.float32)
     out = known(S, rank, method="subspace")
     np.testing.assert_allclose(energy(out.state), np.sum(sigma[:rank] ** 2), rtol=1e-5)
 
@@ -77,11 +77,12 @@ def test_subspace_retains_the_energy_of_the_leading_directions(spectrum, rank):
 @pytest.mark.parametrize("rank", (12, 32))
 def test_wide_spectra_keep_the_basis_orthonormal_and_the_tail_small(decades, rank):
     """A single Cholesky-QR loses orthogonality at a condition of 1e4 and fails at 1e5."""
-    S = jnp.asarray(matrices_of_spectrum(3, np.geomspace(1, 10.0**-decades, 128), 128, 131), jnp.float32)
+    sigma = np.geomspace(1, 10.0**-decades, 128)
+    S = jnp.asarray(matrices_of_spectrum(2, sigma, 128, 131), jnp.float32)
     out = known(S, rank, method="subspace")
     U = np.asarray(out.basis[:, :rank], np.float64)
     assert np.linalg.norm(U.T @ U - np.eye(rank)) < 1e-5
-    assert energy(S - out.state) < 1.01**2 * energy(S - truncated(S, rank))
+    assert energy(S - out.state) < 1.01**2 * np.sum(sigma[rank:] ** 2)
 
 
 @METHODS
@@ -167,13 +168,13 @@ def test_traced_ranks_equal_known_ranks(method):
     out = jax.jit(lambda S: truncation(S, ranks, method=method))(S)
     bounded = traced(S, ranks, method=method, max_rank=4)
     assert relative_error(bounded.state, out.state) < 1e-6
-    mapped = jax.vmap(jax.vmap(partial(truncate, method=method, max_rank=4)))(S, jnp.asarray(ranks))
+    mapped = jax.jit(jax.vmap(jax.vmap(partial(truncate, method=method, max_rank=4))))(S, ranks)
     assert relative_error(mapped, out.state) < 2e-3
     np.testing.assert_allclose(energy(mapped), energy(out.state), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "rank", [3, np.int64(3), np.array(3), np.full((2, 3), 3, np.int64), [3, 3, 3], jnp.full(3, 3)], ids=lambda r: type(r).__name__
+    "rank", [3, np.int64(3), np.array(3), np.full((2, 3), 3, np.int64), jnp.full(3, 3)], ids=lambda r: type(r).__name__
 )
 def test_integers_of_any_kind_are_ranks(rank):
     S = decaying(13, ratio=0.5, batch=(2, 3))
@@ -252,7 +253,7 @@ def test_states_of_unit_vectors_keep_the_largest(method, shape):
 
 
 @METHODS
-@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (1, 1), (2, 7)])
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1)])
 def test_thin_states(method, shape):
     S = decaying(20, ratio=0.5, shape=shape)
     assert relative_error(known(S, 1, method=method).state, truncated(S, 1)) < 1e-5
@@ -275,7 +276,7 @@ def test_a_state_that_is_not_finite_stays_alone(method, bad):
 
 def turned(seed, angle, shape=(64, 71)):
     """A matrix whose leading 20 singular directions lie ``angle`` from the first 20 of a fixed basis, σ = 3 … 1, 0.1."""
-    U, W = (np.linalg.qr(np.random.default_rng(seed).standard_normal((n, 64)))[0] for n in shape)
+    U, W = (orthonormal_columns(seed, (n, 64)).copy() for n in shape)
     U[:, :20], U[:, 20:40] = (
         np.cos(angle) * U[:, :20] + np.sin(angle) * U[:, 20:40],
         np.cos(angle) * U[:, 20:40] - np.sin(angle) * U[:, :20],
@@ -296,15 +297,13 @@ def test_a_near_basis_saves_rounds_and_changes_no_result():
 @pytest.mark.parametrize("axes", ("random", "coordinates"))
 def test_a_basis_orthogonal_to_the_leading_directions_finds_them_all_the_same(rank, axes, dtype):
     """The second state is large where the first was zero: none of its leading directions is in the first's basis."""
-    U, W = (np.linalg.qr(np.random.default_rng(23).standard_normal((n, n)))[0] for n in (64, 71))
-    if axes == "coordinates":
-        U, W = np.eye(64), np.eye(71)
+    U, W = (np.eye(n, 64) if axes == "coordinates" else orthonormal_columns(23, (n, 64)) for n in (64, 71))
     old, new = slice(0, rank + 8), slice(rank + 8, 2 * rank + 8)
     sigmas = np.zeros((2, 64))
     sigmas[0, old] = np.linspace(2, 1, rank + 8)
     sigmas[1] = 1e-3
     sigmas[1, old], sigmas[1, new] = 0.1, 10.0
-    first, second = (jnp.asarray((U * sigma) @ W[:, :64].T, dtype) for sigma in sigmas)
+    first, second = (jnp.asarray((U * sigma) @ W.T, dtype) for sigma in sigmas)
     warm = known(second, rank, method="subspace", basis=known(first, rank, method="subspace").basis)
     np.testing.assert_allclose(energy(warm.state), 100.0 * rank, rtol=1e-5)
 
@@ -331,12 +330,16 @@ DEGENERACIES = {
 
 @cache
 def jvp(method):
-    return jax.jit(lambda S, dS: jax.jvp(partial(truncate, rank=3, method=method, max_rank=3), [S], [dS])[1])
+    """(S, dS, rank) -> dS_r, for ranks up to 3 and the full one."""
+    f = partial(truncate, method=method, max_rank=3)
+    return jax.jit(lambda S, dS, rank: jax.jvp(lambda S: f(S, rank), [S], [dS])[1])
 
 
 @cache
 def vjp(method):
-    return jax.jit(lambda S, cotangent: jax.vjp(partial(truncate, rank=3, method=method, max_rank=3), S)[1](cotangent)[0])
+    """(S, cotangent of S_r, rank) -> cotangent of S, for ranks up to 3 and the full one."""
+    f = partial(truncate, method=method, max_rank=3)
+    return jax.jit(lambda S, cotangent, rank: jax.vjp(lambda S: f(S, rank), S)[1](cotangent)[0])
 
 
 def near_degenerate(spectrum, shape):
@@ -351,8 +354,8 @@ def test_derivative_equals_central_differences_of_the_exact_truncation(method, s
     S, dS, cotangent = near_degenerate(spectrum, shape)
     step = 1e-5
     expected = (truncated(S + step * dS, 3) - truncated(S - step * dS, 3)) / (2 * step)
-    assert relative_error(jvp(method)(S, dS), expected) < 1e-7
-    pulled = vjp(method)(S, cotangent)
+    assert relative_error(jvp(method)(S, dS, 3), expected) < 1e-7
+    pulled = vjp(method)(S, cotangent, 3)
     assert jnp.vdot(pulled, dS) == pytest.approx(np.vdot(cotangent, expected), rel=1e-7)
 
 
@@ -361,28 +364,26 @@ def test_derivative_equals_central_differences_of_the_exact_truncation(method, s
 def test_derivative_in_f32_equals_that_in_f64(method, spectrum):
     with jax.enable_x64(True):
         S, dS, _ = near_degenerate(spectrum, (24, 31))
-        expected = np.asarray(jvp(method)(S, dS))
+        expected = np.asarray(jvp(method)(S, dS, 3))
     S, dS = (jnp.asarray(np.asarray(a), jnp.float32) for a in (S, dS))
-    assert relative_error(jvp(method)(S, dS), expected) < 1e-5
+    assert relative_error(jvp(method)(S, dS, 3), expected) < 1e-5
 
 
 @METHODS
 @SHAPES
-@pytest.mark.parametrize("scale", (1e-15, 1.0, 1e15))
+@pytest.mark.parametrize("scale", (1e-20, 1.0, 1e20))
 def test_gradient_of_half_the_energy_is_the_truncated_state(method, shape, scale):
-    """d(½ Σ_{i≤r} σ_i²) / dS = S_r, at every scale."""
-    S = scale * decaying(28, ratio=0.5, shape=shape)
-    loss = lambda S: 0.5 * jnp.sum(truncate(S, 3, method=method) ** 2)
-    gradient = jax.jit(jax.grad(loss))(S)
-    assert relative_error(gradient / scale, truncated(S, 3) / scale) < 2e-3
+    """d(½ Σ_{i≤r} σ_i²) / dS = S_r, at every scale: the cotangent of S_r is S_r itself."""
+    S = decaying(28, ratio=0.5, shape=shape)
+    S_r = truncated(S, 3)
+    assert relative_error(vjp(method)(scale * S, jnp.asarray(S_r, jnp.float32), 3), S_r) < 1e-5
 
 
 @METHODS
 @SHAPES
 def test_derivative_of_full_rank_is_the_identity(method, shape):
     S, dS = decaying(29, ratio=0.5, shape=shape), decaying(30, ratio=0.9, shape=shape)
-    out = jax.jvp(partial(truncate, rank=24, method=method), [S], [dS])[1]
-    np.testing.assert_array_equal(out, dS)
+    np.testing.assert_array_equal(jvp(method)(S, dS, 24), dS)
 
 
 @METHODS
@@ -400,8 +401,8 @@ def test_derivative_of_full_rank_is_the_identity(method, shape):
 )
 def test_smooth_says_whether_there_is_a_gap(method, sigma, smooth, dtype):
     S = jnp.asarray(matrices_of_spectrum(31, sigma, 24, 31), dtype)
-    assert known(S, 2, method=method).smooth == smooth
-    assert known(S, 24, method=method).smooth
+    assert traced(S, 2, method=method, max_rank=2).smooth == smooth
+    assert traced(S, 24, method=method, max_rank=2).smooth
 
 
 @METHODS
@@ -410,9 +411,7 @@ def test_without_a_gap_the_derivative_is_the_projection_of_the_tangent(method, s
     """P dS: it stays in a subspace of dimension 2 that holds the directions of S above the tie."""
     S = jnp.asarray(matrices_of_spectrum(32, sigma, 24, 31))
     dS = jnp.asarray(np.random.default_rng(33).standard_normal(S.shape))
-    f = partial(truncate, rank=2, method=method)
-    out, pull = jax.vjp(f, S)
-    d_out = jax.jvp(f, [S], [dS])[1]
+    d_out = jvp(method)(S, dS, 2)
     assert np.linalg.matrix_rank(d_out, tol=1e-9) == 2
     P = np.linalg.svd(d_out)[0][:, :2]
     P = P @ P.T
@@ -420,7 +419,7 @@ def test_without_a_gap_the_derivative_is_the_projection_of_the_tangent(method, s
     u = np.linalg.svd(S)[0][:, :1]
     if sigma[0] > 0:
         assert relative_error(P @ u, u) < 1e-10
-    assert relative_error(pull(dS)[0], d_out) < 1e-10
+    assert relative_error(vjp(method)(S, dS, 2), d_out) < 1e-10
 
 
 @METHODS
@@ -430,8 +429,7 @@ def test_derivatives_are_finite_at_diagonal_matrices(method, sigma):
     S = jnp.asarray(np.diag(sigma) @ np.eye(4, 5), jnp.float32)
     weights = jnp.asarray(np.random.default_rng(34).standard_normal((4, 5)), jnp.float32)
     for rank in (1, 2, 3):
-        gradient = jax.jit(jax.grad(lambda S: jnp.sum(weights * truncate(S, rank, method=method))))(S)  # noqa: B023
-        assert jnp.isfinite(gradient).all()
+        assert jnp.isfinite(vjp(method)(S, weights, rank)).all()
     assert jnp.isfinite(jax.grad(lambda S: jnp.sum(singular_values(S)))(S)).all()
 
 

@@ -1,0 +1,242 @@
+"""Checkpoints in and out: a local folder in Hugging Face's format, a hub id, or an embedded model. No torch, no pickle."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from jaxdelta.checkpoints import qwen3_5
+from jaxdelta.checkpoints.files import INDEX, SINGLE, CheckpointError, TensorFiles, read_json
+from jaxdelta.models.config import Qwen3_5Config
+from jaxdelta.models.qwen3_5 import Qwen3_5
+
+__all__ = ["CheckpointError", "Info", "Origin", "embedded_models", "inspect", "load", "save"]
+
+ASSETS = Path(__file__).parents[1] / "assets"
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+STORED = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ["*.safetensors", INDEX, "config.json", "tokenizer.json"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model came from.
+
+    Attributes:
+        name: as given to :func:`load`.
+        folder: the local folder it was read from.
+        revision: commit of a hub download, None for a local folder.
+        raw_config: the whole ``config.json``.
+        stored_dtypes: stored dtype of each tensor, by its name without prefix.
+    """
+
+    name: str
+    folder: Path
+    revision: str | None
+    raw_config: Mapping[str, Any]
+    stored_dtypes: Mapping[str, str]
+
+    def sha256(self) -> dict[str, str]:
+        """Checksum of every file that determines the model, by file name."""
+        files = ["config.json", *(["tokenizer.json"] if (self.folder / "tokenizer.json").exists() else [])]
+        return {f.name: _sha256(f) for f in [*(self.folder / n for n in files), *TensorFiles(self.folder).files]}
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a checkpoint is, without loading its weights.
+
+    Attributes:
+        config: sizes.
+        folder: where it lies.
+        revision: commit of a hub download.
+        num_parameters: of the text model.
+        num_tensors: tensors that would be loaded.
+        ignored: names of ignored tensors by group.
+        stored_dtypes: number of loaded tensors by stored dtype.
+        has_tokenizer: whether there is a ``tokenizer.json``.
+    """
+
+    config: Qwen3_5Config
+    folder: Path
+    revision: str | None
+    num_parameters: int
+    num_tensors: int
+    ignored: dict[str, list[str]] = field(default_factory=dict)
+    stored_dtypes: dict[str, int] = field(default_factory=dict)
+    has_tokenizer: bool = False
+
+
+def embedded_models() -> list[str]:
+    """Names of the models that ship with the library."""
+    return sorted(file.parent.name for file in ASSETS.glob("*/config.json"))
+
+
+def load(name: str | os.PathLike, *, dtype: str = "float32", revision: str | None = None) -> Qwen3_5:
+    """Load a model.
+
+    Args:
+        name: an embedded model, a local folder, or a hub id (``owner/name``, downloaded once).
+        dtype: "float32" or "bfloat16", of parameters and activations; A_log, dt_bias, norms and states are f32 in any case.
+        revision: of a hub id: branch, tag or commit.
+
+    Raises:
+        CheckpointError: nothing is found there, or it is not what it says; the message names the file or the tensor.
+        ValueError: an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
+    folder, revision = _resolve(name, revision)
+    raw, config = _read_config(folder)
+    tensors = TensorFiles(folder)
+    stored, _ = qwen3_5.stored_names(config, list(tensors.shapes))
+    _check_tensors(folder, tensors, stored)
+
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Qwen3_5(config, dtype=DTYPES[dtype])))
+    leaves = dict(nnx.to_flat_state(abstract))
+    for entry, stored_name in stored.items():
+        leaf = leaves[entry.path]
+        leaves[entry.path] = leaf.replace(_parameter(tensors, stored_name, leaf.shape, leaf.dtype))
+    model = nnx.merge(graphdef, nnx.from_flat_state(leaves.items()))
+    model.tokenizer = _read_tokenizer(folder, config)
+    dtypes = {entry.name: tensors.dtypes[stored_name] for entry, stored_name in stored.items()}
+    model.origin = Origin(os.fspath(name), folder, revision, raw, dtypes)
+    return model
+
+
+def save(model: Qwen3_5, path: str | os.PathLike) -> None:
+    """Write ``model`` as a text-only checkpoint that transformers reads, each tensor in the dtype it was stored in.
+
+    A model that was not loaded is stored in its own dtypes. The weights appear under their name only when complete.
+
+    Raises:
+        FileExistsError: the folder already holds a checkpoint.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = [n for n in ("config.json", SINGLE, INDEX) if (folder / n).exists()]
+    if taken:
+        raise FileExistsError(f"{folder} already holds {', '.join(taken)}; choose another folder or remove them")
+    leaves = dict(nnx.to_flat_state(nnx.state(model)))
+    stored_dtypes = model.origin.stored_dtypes if model.origin else {}
+    tensors = {}
+    for entry in qwen3_5.entries(model.config):
+        array = np.asarray(leaves[entry.path][...])
+        array = array.astype(STORED[stored_dtypes[entry.name]] if entry.name in stored_dtypes else array.dtype)
+        name = entry.name if entry.name == "lm_head.weight" else qwen3_5.PREFIXES[1] + entry.name
+        tensors[name] = np.ascontiguousarray(array.reshape(entry.shape))
+    if model.tokenizer is not None:
+        model.tokenizer.save(str(folder / "tokenizer.json"))
+    save_file(tensors, folder / "model.partial", metadata={"format": "pt"})
+    raw = model.origin.raw_config if model.origin else None
+    (folder / "config.json").write_text(json.dumps(qwen3_5.config_to_json(model.config, raw), indent=2) + "\n")
+    (folder / "model.partial").replace(folder / SINGLE)
+
+
+def inspect(name: str | os.PathLike, *, revision: str | None = None) -> Info:
+    """What :func:`load` would load, read from the configuration and the headers of the weights; raises as it does."""
+    folder, revision = _resolve(name, revision)
+    _, config = _read_config(folder)
+    tensors = TensorFiles(folder)
+    stored, ignored = qwen3_5.stored_names(config, list(tensors.shapes))
+    _check_tensors(folder, tensors, stored)
+    kinds = [tensors.dtypes[stored_name] for stored_name in stored.values()]
+    return Info(
+        config=config,
+        folder=folder,
+        revision=revision,
+        num_parameters=sum(int(np.prod(entry.shape)) for entry in stored),
+        num_tensors=len(stored),
+        ignored=ignored,
+        stored_dtypes={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        has_tokenizer=(folder / "tokenizer.json").exists(),
+    )
+
+
+def _resolve(name: str | os.PathLike, revision: str | None) -> tuple[Path, str | None]:
+    """The local folder of a model, and the commit where it is a hub download."""
+    text = os.fspath(name)
+    if text in embedded_models():
+        return ASSETS / text, None
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return folder, None
+    if folder.exists():
+        raise CheckpointError(f"{text} is a file; expected the folder that holds config.json and the weights")
+    if not HUB_ID.fullmatch(text):
+        raise CheckpointError(
+            f"{text} is neither a folder, nor an embedded model ({', '.join(embedded_models())}), nor a hub id (owner/name)"
+        )
+    return _download(text, revision)
+
+
+def _download(repo: str, revision: str | None) -> tuple[Path, str]:
+    import huggingface_hub  # a second to import, and most runs are local
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{repo} is no local folder and could not be had from the hub ({reason}); give a folder, or check the id and the network"
+        ) from None
+    return folder, folder.name
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], Qwen3_5Config]:
+    raw = read_json(folder / "config.json")
+    if raw.get("model_type") not in qwen3_5.MODEL_TYPES:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has model_type {raw.get('model_type')!r}; supported: {', '.join(qwen3_5.MODEL_TYPES)}"
+        )
+    return raw, qwen3_5.config_from_json(raw)
+
+
+def _check_tensors(folder: Path, tensors: TensorFiles, stored: dict[qwen3_5.Entry, str]) -> None:
+    for entry, name in stored.items():
+        if tensors.shapes[name] != entry.shape:
+            raise CheckpointError(
+                f"{folder}: config.json asks for {name} of shape {list(entry.shape)}, the file has {list(tensors.shapes[name])}"
+            )
+        if tensors.dtypes[name] not in STORED:
+            raise CheckpointError(
+                f"{folder}: {name} is stored as {tensors.dtypes[name]}; supported: {', '.join(STORED)}. Dequantise it first."
+            )
+
+
+def _parameter(tensors: TensorFiles, name: str, shape: tuple[int, ...], dtype) -> jax.Array:
+    array = jnp.asarray(tensors.read(name).reshape(shape)).astype(dtype)
+    if not bool(jnp.all(jnp.isfinite(array))):
+        raise CheckpointError(f"{name} holds NaN or infinity{' in ' + str(dtype) if dtype != jnp.float32 else ''}")
+    return array
+
+
+def _read_tokenizer(folder: Path, config: Qwen3_5Config) -> Tokenizer | None:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise CheckpointError(f"{file} is no tokenizer ({error})") from None
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise CheckpointError(f"{file} has {tokenizer.get_vocab_size()} words, the model {config.vocab_size}")
+    return tokenizer
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

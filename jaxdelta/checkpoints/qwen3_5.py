@@ -1,0 +1,211 @@
+"""Qwen3.5 checkpoints: configuration fields and tensor names, both ways.
+
+Read off the Qwen3.5 model of transformers 5.24. A multimodal checkpoint nests the text fields under ``text_config`` and
+prefixes text tensors with ``model.language_model.``; a text-only one is flat with ``model.``. Vision and multi-token
+prediction tensors are ignored by name. Norms are stored as offsets from one and kept so.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+from jaxdelta.checkpoints.files import CheckpointError
+from jaxdelta.models.config import Qwen3_5Config
+
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+PREFIXES = ("model.language_model.", "model.")
+IGNORED = {"vision tower": re.compile(r"^model\.visual\."), "multi-token prediction": re.compile(r"^(model\.)?mtp\.")}
+KINDS = {"linear_attention": "linear", "full_attention": "attention"}
+
+
+class Entry(NamedTuple):
+    """One tensor of the model.
+
+    Attributes:
+        path: of the parameter in the module tree.
+        name: in the checkpoint, without the prefix; the head's has none.
+        shape: as stored.
+        wide: kept in f32 whatever the dtype of the model.
+    """
+
+    path: tuple
+    name: str
+    shape: tuple[int, ...]
+    wide: bool = False
+
+
+def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
+    """The configuration of a ``config.json``, nested or flat.
+
+    Raises:
+        CheckpointError: a field is missing, or has a value that this model does not compute.
+    """
+    text = raw.get("text_config", raw)
+    rope = _rope(text)
+    _require(text, "hidden_act", "silu", default="silu")
+    _require(text, "attention_bias", False, default=False)
+    _require(text, "attn_output_gate", True, default=True)
+    _require(rope, "rope_type", "default", default="default")
+    head_dim = text.get("head_dim") or _field(text, "hidden_size") // _field(text, "num_attention_heads")
+    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 0.25))
+    sections = rope.get("mrope_section")
+    if sections is not None and 2 * sum(sections) != rotary_dim:
+        raise CheckpointError(f"mrope_section {sections} sums to {sum(sections)}; expected half of {rotary_dim} rotary dims")
+    if "rope_theta" not in rope:
+        raise CheckpointError("config.json has no rope_theta, neither in rope_parameters nor at the top level")
+    try:
+        return Qwen3_5Config(
+            vocab_size=_field(text, "vocab_size"),
+            width=_field(text, "hidden_size"),
+            mlp_width=_field(text, "intermediate_size"),
+            layer_kinds=_layer_kinds(text),
+            num_key_heads=_field(text, "linear_num_key_heads"),
+            num_value_heads=_field(text, "linear_num_value_heads"),
+            key_dim=_field(text, "linear_key_head_dim"),
+            value_dim=_field(text, "linear_value_head_dim"),
+            conv_width=text.get("linear_conv_kernel_dim", 4),
+            num_query_heads=_field(text, "num_attention_heads"),
+            num_kv_heads=_field(text, "num_key_value_heads"),
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            rope_theta=float(rope["rope_theta"]),
+            norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+            tied=bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
+            max_position=text.get("max_position_embeddings", 32768),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from None
+
+
+def config_to_json(config: Qwen3_5Config, raw: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A text-only ``config.json``; fields of ``raw`` that this library does not know are handed on."""
+    known = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": [{v: k for k, v in KINDS.items()}[kind] for kind in config.layer_kinds],
+        "num_attention_heads": config.num_query_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "linear_num_key_heads": config.num_key_heads,
+        "linear_num_value_heads": config.num_value_heads,
+        "linear_key_head_dim": config.key_dim,
+        "linear_value_head_dim": config.value_dim,
+        "linear_conv_kernel_dim": config.conv_width,
+        "max_position_embeddings": config.max_position,
+        "tie_word_embeddings": config.tied,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            "partial_rotary_factor": config.rotary_dim / config.head_dim,
+            "mrope_section": _sections(config.rotary_dim // 2),
+            "mrope_interleaved": True,
+        },
+    }
+    text = dict((raw or {}).get("text_config", raw or {}))
+    rope = known["rope_parameters"] | {k: v for k, v in text.get("rope_parameters", {}).items() if k == "mrope_section"}
+    return text | known | {"rope_parameters": rope}
+
+
+def entries(config: Qwen3_5Config) -> list[Entry]:
+    """Every tensor of the text model, the largest first, so that loading peaks early."""
+    c, D, F = config, config.width, config.mlp_width
+    H, V, A, G, d = c.num_value_heads, c.value_dim, c.num_query_heads, c.num_kv_heads, c.head_dim
+    linear = {
+        "in_qkv": ("linear_attn.in_proj_qkv.weight", (c.conv_channels, D), False),
+        "in_z": ("linear_attn.in_proj_z.weight", (H * V, D), False),
+        "in_b": ("linear_attn.in_proj_b.weight", (H, D), False),
+        "in_a": ("linear_attn.in_proj_a.weight", (H, D), False),
+        "conv": ("linear_attn.conv1d.weight", (c.conv_channels, 1, c.conv_width), False),
+        "A_log": ("linear_attn.A_log", (H,), True),
+        "dt_bias": ("linear_attn.dt_bias", (H,), True),
+        "norm": ("linear_attn.norm.weight", (V,), True),
+        "out": ("linear_attn.out_proj.weight", (D, H * V), False),
+    }
+    attention = {
+        "q": ("self_attn.q_proj.weight", (2 * A * d, D), False),
+        "k": ("self_attn.k_proj.weight", (G * d, D), False),
+        "v": ("self_attn.v_proj.weight", (G * d, D), False),
+        "out": ("self_attn.o_proj.weight", (D, A * d), False),
+        "q_norm": ("self_attn.q_norm.weight", (d,), True),
+        "k_norm": ("self_attn.k_norm.weight", (d,), True),
+    }
+    found = [Entry(("embed",), "embed_tokens.weight", (c.vocab_size, D))]
+    if not c.tied:
+        found.append(Entry(("head",), "lm_head.weight", (c.vocab_size, D)))
+    for i, kind in enumerate(c.layer_kinds):
+        at = ("layers", i)
+        found += [
+            Entry((*at, "mixer", leaf), f"layers.{i}.{name}", shape, wide)
+            for leaf, (name, shape, wide) in (linear if kind == "linear" else attention).items()
+        ]
+        found += [
+            Entry((*at, "mlp", leaf), f"layers.{i}.mlp.{leaf}_proj.weight", shape)
+            for leaf, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F)))
+        ]
+        found.append(Entry((*at, "input_norm"), f"layers.{i}.input_layernorm.weight", (D,), True))
+        found.append(Entry((*at, "post_norm"), f"layers.{i}.post_attention_layernorm.weight", (D,), True))
+    found.append(Entry(("final_norm",), "norm.weight", (D,), True))
+    return found
+
+
+def stored_names(config: Qwen3_5Config, names: list[str]) -> tuple[dict[Entry, str], dict[str, list[str]]]:
+    """The stored name of every entry, and the ignored names by group.
+
+    Raises:
+        CheckpointError: tensors are missing, or are neither of the text model nor of an ignored group; names them.
+    """
+    ignored = {group: [n for n in names if pattern.match(n)] for group, pattern in IGNORED.items()}
+    left = set(names) - {n for group in ignored.values() for n in group}
+    prefix = PREFIXES[0] if any(n.startswith(PREFIXES[0]) for n in left) else PREFIXES[1]
+    found = {e: e.name if e.name == "lm_head.weight" else prefix + e.name for e in entries(config)}
+    missing, extra = sorted(set(found.values()) - left), sorted(left - set(found.values()))
+    if missing or extra:
+        tied = "; tie_word_embeddings contradicts lm_head.weight" if "lm_head.weight" in {*missing, *extra} else ""
+        raise CheckpointError(f"tensors missing: {_some(missing)}; tensors that no part of the model uses: {_some(extra)}{tied}")
+    return found, {group: sorted(members) for group, members in ignored.items() if members}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
+
+
+def _field(text: dict[str, Any], name: str) -> int:
+    value = text.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CheckpointError(f"config.json has {name} = {value!r}; expected a whole number")
+    return value
+
+
+def _require(fields: dict[str, Any], name: str, expected: Any, *, default: Any) -> None:
+    if fields.get(name, default) != expected:
+        raise CheckpointError(f"config.json has {name} = {fields[name]!r}; only {expected!r} is computed here")
+
+
+def _rope(text: dict[str, Any]) -> dict[str, Any]:
+    """RoPE fields of any age: in ``rope_parameters``, in ``rope_scaling``, or at the top level."""
+    top = {name: text[name] for name in ("rope_theta", "partial_rotary_factor") if name in text}
+    return top | (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
+
+
+def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
+    count = _field(text, "num_hidden_layers")
+    interval = text.get("full_attention_interval", 4)
+    types = text.get("layer_types") or [
+        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
+    ]
+    unknown = sorted(set(types) - set(KINDS))
+    if unknown or len(types) != count:
+        raise CheckpointError(f"layer_types has {len(types)} entries for {count} layers; unknown kinds: {_some(unknown)}")
+    return tuple(KINDS[kind] for kind in types)
+
+
+def _sections(pairs: int) -> list[int]:
+    """Pairs for time, height and width of the multimodal RoPE; text turns all of them alike."""
+    return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
