@@ -1,0 +1,41 @@
+"""Gated DeltaNet in JAX: segmented runs, truncation of the carried state, and what it costs. The contents page."""
+
+from jaxdelta.analysis.sweep import sweep
+from jaxdelta.checkpoints import CheckpointError, embedded_models, inspect, load, save
+from jaxdelta.interventions import Truncate
+from jaxdelta.models.config import Qwen3_5Config
+from jaxdelta.models.qwen3_5 import Carry, Qwen3_5, states, with_states
+from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked
+from jaxdelta.ops.low_rank import truncate
+from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, stable_rank, threshold_rank
+from jaxdelta.results import ResultsError
+from jaxdelta.segments import NonFiniteError, Run, forward, init_carry, run
+
+__all__ = [
+    "Carry",
+    "CheckpointError",
+    "NonFiniteError",
+    "Qwen3_5",
+    "Qwen3_5Config",
+    "ResultsError",
+    "Run",
+    "Truncate",
+    "effective_rank",
+    "embedded_models",
+    "energy_rank",
+    "forward",
+    "gated_delta_rule",
+    "gated_delta_rule_chunked",
+    "init_carry",
+    "inspect",
+    "load",
+    "run",
+    "save",
+    "singular_values",
+    "stable_rank",
+    "states",
+    "sweep",
+    "threshold_rank",
+    "truncate",
+    "with_states",
+]

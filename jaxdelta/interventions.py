@@ -87,4 +87,3 @@ class Truncate:
             rounds=cut.rounds,
         )
         return with_states(carry, list(cut.state)), TruncateMemory(memory.rank, cut.basis), record
-

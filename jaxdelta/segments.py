@@ -136,7 +136,9 @@ def run(
     return Run(np.concatenate(losses, axis=1)[:, : N - 1], carry, _stack(records))
 
 
-def _collect(config: Qwen3_5Config, index: int, loss: Array, finite: Array, lengths: np.ndarray, segment: int) -> np.ndarray:
+def _collect(
+    config: Qwen3_5Config, index: int, loss: Array, finite: Array, lengths: np.ndarray, segment: int
+) -> np.ndarray:
     """Losses of a segment on the host, NaN where nothing is predicted; raises NonFiniteError."""
     loss, finite = np.array(loss), np.asarray(finite)
     begin = index * segment

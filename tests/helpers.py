@@ -1,11 +1,12 @@
 """What several tests share: errors, inputs that have broken implementations before, and definitions in numpy float64."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 # Relative Frobenius errors that ops must meet, by dtype.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
@@ -46,7 +47,16 @@ def log_decays(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> n
 
 
 def delta_inputs(
-    seed: int, T: int, *, keys: str = "random", decay: str = "0 to -20", B: int = 2, H: int = 3, K: int = 13, V: int = 7, dtype
+    seed: int,
+    T: int,
+    *,
+    keys: str = "random",
+    decay: str = "0 to -20",
+    B: int = 2,
+    H: int = 3,
+    K: int = 13,
+    V: int = 7,
+    dtype,
 ) -> dict[str, jax.Array]:
     """Arguments of the gated delta rule with a state to start from; beta over [0, 2] with its ends and 1 among them."""
     rng = np.random.default_rng(seed)
@@ -95,6 +105,41 @@ def truncated(S, rank: int) -> np.ndarray:
     """The best approximation of ``rank`` to each matrix, by LAPACK's SVD in f64."""
     U, sigma, Wt = np.linalg.svd(np.asarray(S, np.float64), full_matrices=False)
     return (U[..., :rank] * sigma[..., None, :rank]) @ Wt[..., :rank, :]
+
+
+def randomised(module: nnx.Module, seed: int = 0) -> nnx.Module:
+    """``module`` with noise on every parameter: signals of order one, and no norm whose scale is the same everywhere."""
+    rng = np.random.default_rng(seed)
+
+    def noisy(x):
+        scale = 0.3 if x.ndim == 1 else x.shape[-1] ** -0.5
+        return (x + scale * rng.standard_normal(x.shape)).astype(x.dtype)
+
+    nnx.update(module, jax.tree.map(noisy, nnx.state(module, nnx.Param)))
+    return module
+
+
+def run(module: nnx.Module, *args):
+    """``module(*args)``, compiled, as a pure function that other transformations may enclose."""
+    return _run(*nnx.split(module), *args)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(graphdef, state, *args):
+    return nnx.merge(graphdef, state)(*args)
+
+
+def silu(x) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def rms_normalised(x, eps: float = 1e-6) -> np.ndarray:
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
+
+
+def parameters(module: nnx.Module) -> dict[str, np.ndarray]:
+    """The module's own parameters in f64, by attribute."""
+    return {name: np.asarray(x[...], np.float64) for name, x in vars(module).items() if isinstance(x, nnx.Param)}
 
 
 def dot_precisions(f, *args) -> list:

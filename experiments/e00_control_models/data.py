@@ -114,9 +114,7 @@ def split_jargon(text: str) -> dict[str, str]:
 
 def _cut(text: str, starts: Mapping[str, int]) -> dict[str, str]:
     bounds = [*starts.values(), len(text)]
-    return {
-        name: text[begin:end].strip("\n") + "\n" for name, (begin, end) in zip(starts, pairwise(bounds), strict=True)
-    }
+    return {name: text[begin:end].strip("\n") + "\n" for name, (begin, end) in zip(starts, pairwise(bounds), strict=True)}
 
 
 def load_documents(path: Path = ARCHIVE) -> tuple[Document, ...]:
@@ -127,9 +125,7 @@ def load_documents(path: Path = ARCHIVE) -> tuple[Document, ...]:
         "technical": split_jargon(files.pop("jargon")),
         "drama": files,
     }
-    return tuple(
-        Document(name, register, text) for register, texts in registers.items() for name, text in texts.items()
-    )
+    return tuple(Document(name, register, text) for register, texts in registers.items() for name, text in texts.items())
 
 
 def split_documents(documents: Iterable[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:

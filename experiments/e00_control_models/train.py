@@ -64,13 +64,13 @@ class Recipe:
         seed: of parameters and windows.
     """
 
-    steps: int = 1500
-    batch_tokens: int = 8192
+    steps: int = 2200
+    batch_tokens: int = 4096
     window: int = 512
     long_window: int = 4096
-    long_share: float = 0.15
+    long_share: float = 0.12
     learning_rate: float = 3e-3
-    warmup: int = 80
+    warmup: int = 100
     weight_decay: float = 0.1
     seed: int = 0
 

@@ -49,7 +49,9 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
     rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 0.25))
     sections = rope.get("mrope_section")
     if sections is not None and 2 * sum(sections) != rotary_dim:
-        raise CheckpointError(f"mrope_section {sections} sums to {sum(sections)}; expected half of {rotary_dim} rotary dims")
+        raise CheckpointError(
+            f"mrope_section {sections} sums to {sum(sections)}; expected half of {rotary_dim} rotary dims"
+        )
     if "rope_theta" not in rope:
         raise CheckpointError("config.json has no rope_theta, neither in rope_parameters nor at the top level")
     try:
@@ -168,7 +170,9 @@ def stored_names(config: Qwen3_5Config, names: list[str]) -> tuple[dict[Entry, s
     missing, extra = sorted(set(found.values()) - left), sorted(left - set(found.values()))
     if missing or extra:
         tied = "; tie_word_embeddings contradicts lm_head.weight" if "lm_head.weight" in {*missing, *extra} else ""
-        raise CheckpointError(f"tensors missing: {_some(missing)}; tensors that no part of the model uses: {_some(extra)}{tied}")
+        raise CheckpointError(
+            f"tensors missing: {_some(missing)}; tensors that no part of the model uses: {_some(extra)}{tied}"
+        )
     return found, {group: sorted(members) for group, members in ignored.items() if members}
 
 

@@ -103,7 +103,7 @@ class Qwen3_5(nnx.Module):
     @property
     def dtype(self):
         """Dtype of parameters and activations; gates, norms and states are f32 or wider in any case."""
-        return self.embed[...].dtype
+        return self.embed.get_value().dtype
 
     def init_carry(self, batch: int, max_length: int) -> Carry:
         """The carry before the first token of ``batch`` texts of at most ``max_length`` tokens."""

@@ -6,7 +6,6 @@ The tail holds the last W - 1 inputs before the first token; zeros at the start 
 Gated DeltaNet (Yang, Kautz, Hatamizadeh, arXiv 2412.06464) with the tap order of its PyTorch implementations.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

@@ -1,0 +1,238 @@
+"""Rank sweep: what a model loses when its carried states keep r directions.
+
+Every document is run once for each rank, and once untouched. Each such run is a world, a row of one batch with its own rank
+array over [layer, head], so that all ranks share one compiled function. At every boundary S <- U_r U_r^T S for the heads in
+scope; the attention layers are never touched, and the cut compounds. The protocol is that of the state-rank study of
+Qwen3.5-0.8B: segments of 256 tokens, mean next-token loss, copy tokens apart.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+import pyarrow as pa
+
+from jaxdelta import memory
+from jaxdelta.interventions import Truncate
+from jaxdelta.metrics import copy_mask, paired_difference
+from jaxdelta.models.config import Qwen3_5Config
+from jaxdelta.models.qwen3_5 import Qwen3_5
+from jaxdelta.ops.low_rank import Method, largest_rank
+from jaxdelta.results import Results
+from jaxdelta.segments import check_tokens, run
+from jaxdelta.tasks.documents import Document, tokenize
+
+Scope = Literal["all", "layer", "head"]
+
+SCHEMA = pa.schema(
+    [
+        ("document", pa.string()),
+        ("rank", pa.int32()),
+        ("layer", pa.int32()),
+        ("head", pa.int32()),
+        ("num_tokens", pa.int32()),
+        ("loss", pa.float64()),
+        ("num_copy_tokens", pa.int32()),
+        ("copy_loss", pa.float64()),
+    ]
+)
+
+
+class World(NamedTuple):
+    """One run of a document: ``rank`` directions in the heads of scope, everything else untouched.
+
+    ``layer`` is an index into the model's layers, ``head`` into the value heads; None is all of them.
+    """
+
+    rank: int
+    layer: int | None = None
+    head: int | None = None
+
+
+class Summary(NamedTuple):
+    """A world over all documents; losses are means over documents of mean nats a scored token.
+
+    ``percent`` is ``difference`` over the untouched loss; ``stderr`` is the paired standard error of ``difference``.
+    """
+
+    world: World
+    loss: float
+    difference: float
+    stderr: float
+    percent: float
+
+
+def sweep(
+    model: Qwen3_5,
+    documents: Sequence[str | np.ndarray] | dict[str, str] | list[Document],
+    *,
+    ranks: Sequence[int] = (1, 4, 12, 32),
+    segment: int = 256,
+    scope: Scope = "all",
+    copy_gap: int = 512,
+    method: Method | None = None,
+    batch: int | None = None,
+    out: Path | str | None = None,
+    name: str = "model",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> pa.Table:
+    """Losses of every document at every rank, and untouched.
+
+    Args:
+        documents: texts (for the model's tokenizer), arrays of token ids, or a dict of texts by name.
+        ranks: directions kept at every boundary, 1 .. min(K, V); the untouched rank min(K, V) is always run.
+        segment: tokens between boundaries.
+        scope: "all" cuts all heads at once, "layer" one linear layer at a time, "head" one head at a time.
+        copy_gap: distance that makes a repeated bigram a copy token, in tokens.
+        method: of the truncation, see :func:`jaxdelta.ops.low_rank.truncate`.
+        batch: rows (document x world) run together; None takes as many as fit the memory.
+        out: results folder; parts finished there are not run again.
+        name: of the model, for the manifest.
+        progress: called with the segments x rows done and their total.
+
+    Returns:
+        One row per document x world: document, rank, layer and head (null where the scope is wider), num_tokens (N - 1,
+        all scored), loss, num_copy_tokens, copy_loss (null without copy tokens); losses in mean nats a scored token.
+
+    Raises:
+        ValueError: ranks, documents or segment out of bounds; ``ResultsError``, ``NonFiniteError`` and ``MemoryError`` of
+            the modules that raise them.
+    """
+    config = model.config
+    documents = _as_documents(documents, model)
+    worlds = make_worlds(config, ranks, scope)
+    grid = [(document, world) for document in documents for world in worlds]
+    longest = -(-max(len(d.tokens) for d in documents) // segment) * segment
+    if batch is None:
+        needed = memory.run_memory(config, dtype=model.dtype.name, segment=segment, max_length=longest)
+        # One document's worlds keep a CPU busy, and a run that is killed loses no more than these.
+        batch = memory.rows_that_fit(needed, len(worlds) if jax.default_backend() == "cpu" else len(grid))
+    configuration = dict(
+        analysis="sweep",
+        model=name,
+        dtype=model.dtype.name,
+        revision=model.origin.revision if model.origin else None,
+        weights=model.origin.sha256() if model.origin else None,
+        documents={d.name: d.sha256() for d in documents},
+        ranks=sorted({world.rank for world in worlds}),
+        segment=segment,
+        scope=scope,
+        copy_gap=copy_gap,
+        method=method,
+    )
+    results = None if out is None else Results(Path(out), configuration, {"batch": batch})
+    if results is not None:
+        batch = results.plan["batch"]
+
+    max_rank = largest_rank([world.rank for world in worlds], config.max_rank)
+    total, done, tables = len(grid) * (longest // segment), 0, []
+    for index, begin in enumerate(range(0, len(grid), batch)):
+        rows = grid[begin : begin + batch]
+        table = results.part(index) if results is not None else None
+        if table is None:
+            before = done
+            filled = rows + rows[:1] * (min(batch, len(grid)) - len(rows))  # one shape, compiled once
+
+            def advance(i: int, before=before, rows=rows) -> None:
+                progress(before + (i + 1) * len(rows), total)
+
+            cut = Truncate(np.stack([rank_array(config, world) for _, world in filled]), method=method, max_rank=max_rank)
+            losses = _run_rows(model, filled, cut, segment=segment, max_length=longest, advance=advance)
+            table = _table(rows, losses, copy_gap)
+            if results is not None:
+                results.write_part(index, table)
+        done += len(rows) * (longest // segment)
+        progress(done, total)
+        tables.append(table)
+    return pa.concat_tables(tables) if results is None else results.finish(len(tables))
+
+
+def make_worlds(config: Qwen3_5Config, ranks: Sequence[int], scope: Scope = "all") -> list[World]:
+    """The untouched world, then one for each rank and each part in scope.
+
+    Raises:
+        ValueError: no rank, one outside of 1 .. min(K, V), or an unknown scope.
+    """
+    if scope not in ("all", "layer", "head"):
+        raise ValueError(f"scope is {scope!r}; expected all, layer or head")
+    ranks = sorted(set(ranks))
+    wrong = [r for r in ranks if not 1 <= r <= config.max_rank]
+    if wrong or not ranks:
+        raise ValueError(f"ranks {ranks}: expected whole numbers from 1 to min(K, V) = {config.max_rank}")
+    layers = config.linear_layers if scope != "all" else (None,)
+    heads = range(config.num_value_heads) if scope == "head" else (None,)
+    cut = [World(r, layer, head) for r in ranks if r < config.max_rank for layer in layers for head in heads]
+    return [World(config.max_rank), *cut]
+
+
+def rank_array(config: Qwen3_5Config, world: World) -> np.ndarray:
+    """Directions kept, int [L, H], of a world."""
+    rank = np.full((len(config.linear_layers), config.num_value_heads), config.max_rank, np.int32)
+    layer = slice(None) if world.layer is None else config.linear_layers.index(world.layer)
+    rank[layer, slice(None) if world.head is None else world.head] = world.rank
+    return rank
+
+
+def summarize(rows: pa.Table, *, copy_tokens: bool = False) -> list[Summary]:
+    """Each world over all documents, the untouched one first; of copy tokens over the documents that have any."""
+    column, count = ("copy_loss", "num_copy_tokens") if copy_tokens else ("loss", "num_tokens")
+    by_world: dict[World, dict[str, float]] = {}
+    for row in rows.to_pylist():
+        losses = by_world.setdefault(World(row["rank"], row["layer"], row["head"]), {})
+        if row[count]:
+            losses[row["document"]] = row[column]
+    untouched = by_world[max(by_world, key=lambda world: (world.rank, world.layer is None))]
+    if not untouched:
+        return []
+    base = np.array(list(untouched.values()))
+    found = []
+    for world, losses in by_world.items():
+        values = np.array([losses[document] for document in untouched])
+        difference, stderr = paired_difference(values, base)
+        found.append(Summary(world, float(values.mean()), difference, stderr, 100 * difference / float(base.mean())))
+    return sorted(found, key=lambda s: (-s.world.rank, s.world.layer or -1, s.world.head or -1))
+
+
+def _as_documents(documents, model: Qwen3_5) -> list[Document]:
+    if not (isinstance(documents, list) and documents and isinstance(documents[0], Document)):
+        documents = tokenize(documents, model.tokenizer)
+    for document in documents:
+        check_tokens(document.tokens, model.config.vocab_size)
+    return documents
+
+
+def _run_rows(
+    model: Qwen3_5, rows: list[tuple[Document, World]], cut: Truncate, *, segment: int, max_length: int, advance
+) -> np.ndarray:
+    lengths = np.array([len(document.tokens) for document, _ in rows])
+    tokens = np.zeros((len(rows), max_length), np.int32)
+    for row, (document, _) in zip(tokens, rows, strict=True):
+        row[: len(document.tokens)] = document.tokens
+    return run(
+        model,
+        tokens,
+        segment=segment,
+        lengths=lengths,
+        intervention=cut,
+        max_length=max_length,
+        after_segment=advance,
+    ).losses
+
+
+def _table(rows: list[tuple[Document, World]], losses: np.ndarray, copy_gap: int) -> pa.Table:
+    def entries() -> Iterator[dict]:
+        for (document, world), row in zip(rows, losses, strict=False):
+            scored = row[: len(document.tokens) - 1].astype(np.float64)
+            copies = copy_mask(document.tokens, copy_gap)
+            yield dict(
+                document=document.name,
+                **world._asdict(),
+                num_tokens=len(scored),
+                loss=scored.mean(),
+                num_copy_tokens=int(copies.sum()),
+                copy_loss=scored[copies].mean() if copies.any() else None,
+            )
+
+    return pa.Table.from_pylist(list(entries()), schema=SCHEMA)

@@ -1,0 +1,86 @@
+"""How much memory a segmented run needs, and how many rows of a batch fit."""
+
+import os
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxdelta.models.config import Qwen3_5Config
+from jaxdelta.models.qwen3_5 import Qwen3_5
+from jaxdelta.segments import LOGITS_AT_ONCE
+
+SHARE = 0.7  # of the device's memory; the rest is for fragmentation and for what the estimate does not see
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """Bytes of a segmented run.
+
+    Attributes:
+        parameters: of the model.
+        row_carry: of one row's carry: states, conv tails and key/value cache.
+        row_work: of one row's activations in a segment, at their peak.
+        logits: of the largest block of logits, whatever the batch.
+    """
+
+    parameters: int
+    row_carry: int
+    row_work: int
+    logits: int
+
+    def total(self, rows: int) -> int:
+        """Of a run of ``rows`` rows. The states are held twice while they are cut."""
+        return self.parameters + self.logits + rows * (self.row_carry + self.row_work)
+
+
+def run_memory(config: Qwen3_5Config, *, dtype: str, segment: int, max_length: int) -> RunMemory:
+    """Estimate from the sizes of the arrays that are alive together; ``max_length`` in tokens."""
+    model = nnx.eval_shape(lambda: Qwen3_5(config, dtype=jnp.dtype(dtype)))
+    carry = jax.eval_shape(lambda: model.init_carry(1, max_length))
+    c, size = config, jnp.dtype(dtype).itemsize
+    states = len(c.linear_layers) * c.num_value_heads * c.key_dim * c.value_dim * 4
+    mlp = segment * (3 * c.mlp_width + 2 * c.width) * size
+    mixer = segment * (2 * c.conv_channels * size + 4 * (c.conv_channels + 6 * 64 * c.num_value_heads))
+    attention = 8 * min(segment, 512) * c.num_query_heads * max_length if "attention" in c.layer_kinds else 0
+    return RunMemory(
+        parameters=_bytes(nnx.state(model)),
+        row_carry=_bytes(carry) + 2 * states,
+        row_work=max(mlp, mixer, attention),
+        logits=4 * max(LOGITS_AT_ONCE, c.vocab_size),
+    )
+
+
+def rows_that_fit(memory: RunMemory, rows: int) -> int:
+    """Rows of a batch, at most ``rows``: as few batches as fit the device, of about equal size.
+
+    Raises:
+        MemoryError: not even one row fits; says how much it needs and how much there is.
+    """
+    limit = int(SHARE * device_memory())
+    each = memory.row_carry + memory.row_work
+    fit = (limit - memory.total(0)) // each
+    if fit < 1:
+        raise MemoryError(
+            f"a run of one row needs about {gib(memory.total(1))}, of which {gib(memory.parameters)} for the parameters; "
+            f"{gib(limit)} may be used. Take shorter documents, shorter segments or dtype bfloat16."
+        )
+    batches = -(-rows // int(fit))
+    return -(-rows // batches)
+
+
+def device_memory() -> int:
+    """Bytes of the default device; for a CPU those of the machine."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def gib(size: int) -> str:
+    """``size`` bytes for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def _bytes(tree) -> int:
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

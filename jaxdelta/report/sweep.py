@@ -1,0 +1,77 @@
+"""Table and figure of a rank sweep. Reads rows only."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+from jaxdelta.analysis.sweep import Summary, summarize
+
+
+def table(rows: pa.Table) -> Table:
+    """Rank, loss and difference to the untouched model, over all tokens and over copy tokens."""
+    scored = sum(r["num_tokens"] for r in rows.to_pylist()) // max(1, len(summarize(rows)))
+    documents = len(set(rows["document"].to_pylist()))
+    copies = {s.world: s for s in summarize(rows, copy_tokens=True)}
+    view = Table(
+        title=f"Loss by rank of the carried state: {documents} documents, {scored:,} scored tokens",
+        caption="Nats a scored token, mean over documents; diff. to the untouched model (first row), ± its paired standard\n"
+        "error over documents, % of the untouched loss.",
+        box=box.SIMPLE,
+    )
+    scopes = [name for name in ("layer", "head") if any(getattr(s.world, name) is not None for s in summarize(rows))]
+    for name in ("rank", *scopes):
+        view.add_column(f"\n{name}", justify="right")
+    for group in ("all tokens", "copy tokens"):
+        for heading in (f"{group}\nloss", "\ndiff.", "\n±", "\n%"):
+            view.add_column(heading, justify="right", no_wrap=True)
+    for summary in summarize(rows):
+        world = summary.world
+        cells = [str(world.rank), *("all" if getattr(world, n) is None else str(getattr(world, n)) for n in scopes)]
+        view.add_row(*cells, *_cells(summary), *_cells(copies.get(world)))
+    return view
+
+
+def _cells(summary: Summary | None) -> list[str]:
+    if summary is None:
+        return ["-"] * 4
+    stderr = "-" if np.isnan(summary.stderr) else f"{summary.stderr:.4f}"
+    return [f"{summary.loss:.4f}", f"{summary.difference:+.4f}", stderr, f"{summary.percent:+.2f}"]
+
+
+def figure(rows: pa.Table) -> Figure:
+    """Difference to the untouched model against rank, on a log axis, with paired standard errors; scope "all" only."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for copy_tokens, label, marker in ((False, "all tokens", "o"), (True, "copy tokens", "s")):
+        points = [s for s in summarize(rows, copy_tokens=copy_tokens) if s.world.layer is None]
+        if points:
+            axes.errorbar(
+                [s.world.rank for s in points],
+                [s.difference for s in points],
+                yerr=[s.stderr for s in points],
+                label=label,
+                marker=marker,
+                capsize=3,
+            )
+    ranks = sorted({s.world.rank for s in summarize(rows)})
+    axes.axhline(0, color="0.7", linewidth=0.8, zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(r) for r in ranks])
+    axes.minorticks_off()
+    axes.set_xlabel("directions kept at every boundary")
+    axes.set_ylabel("loss above the untouched model (nats a token)")
+    axes.legend(frameon=False)
+    return figure
+
+
+def write_figure(rows: pa.Table, folder: Path) -> list[Path]:
+    """``loss_by_rank`` as PNG and SVG."""
+    drawn = figure(rows)
+    files = [folder / f"loss_by_rank.{suffix}" for suffix in ("png", "svg")]
+    for file in files:
+        drawn.savefig(file, dpi=150)
+    return files

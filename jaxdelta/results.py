@@ -1,0 +1,150 @@
+"""Results on disk: a manifest, finished parts, and the rows that they add up to.
+
+A folder belongs to one configuration. Work is done in parts; each is written whole under a temporary name and then renamed, so
+a run that is killed at any moment leaves only whole parts, and the same configuration goes on with those that are missing.
+Rows come in the order of the parts, whenever each was made, so that an interrupted run ends with the rows of an uninterrupted one.
+
+    manifest.json     configuration, versions, device, commit, checksums, plan of the parts
+    parts/0003.parquet
+    rows.parquet, rows.csv
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+PACKAGES = ("jaxdelta", "jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
+
+
+class ResultsError(ValueError):
+    """A results folder that cannot be used; says why and what to do."""
+
+
+class Results:
+    """A results folder.
+
+    Args:
+        folder: created where it does not exist.
+        configuration: JSON values that decide the rows; versions and device are added.
+        plan: JSON value that says how the work is cut into parts; where the folder already has one, that one holds.
+
+    Raises:
+        ResultsError: the folder cannot be written, or holds another configuration or something else.
+    """
+
+    def __init__(self, folder: Path, configuration: dict[str, Any], plan: Any):
+        self.folder = Path(folder)
+        self._manifest = self.folder / "manifest.json"
+        configuration = json.loads(json.dumps(configuration | {"environment": environment()}))
+        try:
+            (self.folder / "parts").mkdir(parents=True, exist_ok=True)
+            if self._manifest.exists():
+                self.manifest = self._read_manifest(configuration)
+            else:
+                self._refuse_foreign_files()
+                self.manifest = {"configuration": configuration, "plan": plan, "commit": commit(), "started": _now()}
+                self._write_manifest()
+        except OSError as error:
+            raise ResultsError(f"results folder {self.folder} cannot be used: {error.strerror}; choose another") from None
+
+    @property
+    def plan(self) -> Any:
+        """How the work is cut into parts."""
+        return self.manifest["plan"]
+
+    def part(self, index: int) -> pa.Table | None:
+        """A finished part, None where it is still to do."""
+        file = self._part_file(index)
+        return pa.parquet.read_table(file) if file.exists() else None
+
+    def write_part(self, index: int, rows: pa.Table) -> None:
+        """Keep a finished part."""
+        self._write(self._part_file(index), lambda file: pa.parquet.write_table(rows, file))
+
+    def finish(self, count: int) -> pa.Table:
+        """Put parts 0 .. count - 1 together as rows.parquet and rows.csv."""
+        rows = pa.concat_tables([self.part(index) for index in range(count)])
+        self._write(self.folder / "rows.parquet", lambda file: pa.parquet.write_table(rows, file))
+        self._write(self.folder / "rows.csv", lambda file: pa.csv.write_csv(rows, file))
+        if "finished" not in self.manifest:
+            self.manifest["finished"] = _now()
+            self._write_manifest()
+        return rows
+
+    def _part_file(self, index: int) -> Path:
+        return self.folder / "parts" / f"{index:04d}.parquet"
+
+    def _read_manifest(self, configuration: dict[str, Any]) -> dict[str, Any]:
+        try:
+            manifest = json.loads(self._manifest.read_text())
+            found = manifest["configuration"]
+        except (ValueError, KeyError, TypeError):
+            raise ResultsError(f"{self._manifest} is no manifest of a run; choose another folder") from None
+        if found != configuration:
+            differing = "; ".join(
+                f"{key} is {_short(found.get(key))} there, {_short(configuration.get(key))} now"
+                for key in sorted(found.keys() | configuration.keys())
+                if found.get(key) != configuration.get(key)
+            )
+            raise ResultsError(
+                f"{self.folder} holds results of another configuration ({differing}); choose another folder or remove it"
+            )
+        return manifest
+
+    def _refuse_foreign_files(self) -> None:
+        """A folder without a manifest must be empty, but for what a run killed at its very start leaves."""
+        others = [p.name for p in self.folder.iterdir() if p.name != "parts" and not p.name.endswith(".partial")]
+        if others or any(p.suffix == ".parquet" for p in (self.folder / "parts").iterdir()):
+            raise ResultsError(f"{self.folder} is not empty and has no manifest.json; choose another folder")
+
+    def _write_manifest(self) -> None:
+        text = json.dumps(self.manifest, indent=2) + "\n"
+        self._write(self._manifest, lambda file: Path(file).write_text(text))
+
+    def _write(self, file: Path, write) -> None:
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}.partial")
+        try:
+            write(str(unfinished))
+            unfinished.replace(file)
+        except OSError as error:
+            raise ResultsError(f"{file} cannot be written: {error.strerror or error}; finished parts are kept") from None
+
+
+def environment() -> dict[str, str]:
+    """Versions and device, which decide the last digits of a result."""
+    device = jax.devices()[0]
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return versions | {"python": platform.python_version(), "device": f"{device.platform} {device.device_kind}"}
+
+
+def commit() -> str | None:
+    """Commit of the checkout that this file lies in, with ``+changes`` where it has any; None outside of one."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", __file__)
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", here) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
