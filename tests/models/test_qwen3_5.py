@@ -55,7 +55,7 @@ def row(carry, index):
 # Splits and batches
 
 
-@pytest.mark.parametrize("lengths", [(1, 2, 3, 1, 64, 229), (100, 200), (64, 36, 200)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 2, 3, 1, 64, 229), (100, 200)], ids=str)
 def test_any_split_equals_one_pass(lengths):
     """No segment need be a multiple of the chunk of 64, and one of a single token takes the recurrence."""
     tokens = texts(300)

@@ -182,18 +182,16 @@ def chunked_gradients(chunk_size):
 recurrent_gradients = jax.jit(jax.grad(weighted(recurrent), argnums=range(6)))
 
 
-@pytest.mark.parametrize("mode", ("fwd", "rev"))
 @pytest.mark.parametrize("rule", [recurrent, partial(chunked, chunk_size=4)], ids=["recurrent", "chunked"])
-def test_derivatives_equal_central_differences(rule, mode, x64):
+def test_derivatives_in_both_modes_equal_central_differences(rule, x64):
     x = delta_inputs(15, 10, keys="cosine 0.9", decay="half 0, half -3", dtype=jnp.float64)
-    check_grads(jax.jit(weighted(rule)), [x[name] for name in NAMES], order=1, modes=[mode], atol=1e-6, rtol=1e-6)
+    check_grads(jax.jit(weighted(rule)), [x[name] for name in NAMES], order=1, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("T", (64, 70))
 @pytest.mark.parametrize("g", (-1e-7, -2.0, -20.0, -100.0))
-def test_gradients_stay_finite_under_strong_decay(g, T):
+def test_gradients_stay_finite_under_strong_decay(g):
     """exp before the mask would be infinite above the diagonal, and its gradient NaN."""
-    x = delta_inputs(16, T, keys="cosine 0.9", dtype=jnp.float32) | {"g": jnp.full((2, T, 3), g)}
+    x = delta_inputs(16, 70, keys="cosine 0.9", dtype=jnp.float32) | {"g": jnp.full((2, 70, 3), g)}
     assert_agree(chunked(**x), delta_rule(**x), 1e-5)
     for name, gradient in zip(NAMES, chunked_gradients(64)(*(x[name] for name in NAMES)), strict=True):
         assert jnp.isfinite(gradient).all(), name
@@ -215,11 +213,10 @@ def test_inverse_of_unit_triangle_equals_lapack(keys, C):
     assert relative_error(found, np.linalg.inv(np.eye(C) + A.astype(np.float64))) < 1e-6
 
 
-@pytest.mark.parametrize("mode", ("fwd", "rev"))
 @pytest.mark.parametrize("keys", KEYS)
-def test_derivative_of_inverse_equals_central_differences(keys, mode, x64):
+def test_derivative_of_inverse_equals_central_differences(keys, x64):
     A = unit_lower_system(keys, C=9, dtype=np.float64)
-    check_grads(lambda A: inverse_unit_lower(jnp.tril(A, -1)), [A], order=1, modes=[mode], atol=1e-6, rtol=1e-6)
+    check_grads(jax.jit(lambda A: inverse_unit_lower(jnp.tril(A, -1))), [A], order=1, atol=1e-6, rtol=1e-6)
 
 
 def test_derivative_of_inverse_sees_the_lower_triangle_alone(x64):

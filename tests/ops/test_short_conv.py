@@ -9,11 +9,13 @@ from jax.test_util import check_grads
 from jaxdelta.ops.short_conv import short_conv
 from tests.helpers import TOLERANCE, relative_error
 
+conv = jax.jit(short_conv)
+
 
 def inputs(T=8, *, B=3, E=5, W=4, dtype=jnp.float32):
     """x, taps and a tail to start from."""
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((B, T, E), (E, W), (B, W - 1, E)))
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in ((B, T, E), (E, W), (B, W - 1, E)))
 
 
 def definition(x, taps, tail):
@@ -27,53 +29,52 @@ def definition(x, taps, tail):
 def in_segments(x, taps, tail, lengths):
     outputs, start = [], 0
     for n in lengths:
-        y, tail = short_conv(x[:, start : start + n], taps, tail=tail)
+        y, tail = conv(x[:, start : start + n], taps, tail=tail)
         outputs.append(y)
         start += n
     return jnp.concatenate(outputs, axis=1), tail
 
 
-@pytest.mark.parametrize("W", (1, 2, 4))
-@pytest.mark.parametrize("T", (1, 2, 3, 4, 9))
+@pytest.mark.parametrize("W", (1, 4))
+@pytest.mark.parametrize("T", (1, 2, 3, 9))
 def test_convolution_equals_its_definition(T, W, dtype):
     x, taps, tail = inputs(T, W=W, dtype=dtype)
-    for found, expected in zip(short_conv(x, taps, tail=tail), definition(x, taps, tail), strict=True):
+    for found, expected in zip(conv(x, taps, tail=tail), definition(x, taps, tail), strict=True):
         assert relative_error(found, expected) < TOLERANCE[dtype.name]
 
 
 def test_last_tap_multiplies_the_current_token():
     """Taps 1, 2, 3, 4 and an impulse at t = 0 give 4, 3, 2, 1, 0."""
     x = jnp.zeros((1, 5, 2)).at[0, 0, 1].set(1.0)
-    y, _ = short_conv(x, jnp.array([[5.0, 6, 7, 8], [1, 2, 3, 4]]))
+    y, _ = conv(x, jnp.array([[5.0, 6, 7, 8], [1, 2, 3, 4]]))
     np.testing.assert_array_equal(y[0, :, 1], [4, 3, 2, 1, 0])
     np.testing.assert_array_equal(y[0, :, 0], 0)
 
 
 def test_no_tail_is_a_tail_of_zeros():
     x, taps, tail = inputs()
-    for a, b in zip(short_conv(x, taps), short_conv(x, taps, tail=0 * tail), strict=True):
+    for a, b in zip(conv(x, taps), conv(x, taps, tail=0 * tail), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("lengths", [(1, 7), (2, 6), (3, 5), (1, 2, 5), (1,) * 8, (0, 8), (8, 0)], ids=str)
 def test_any_split_equals_one_pass(lengths):
     x, taps, tail = inputs()
-    for a, b in zip(in_segments(x, taps, tail, lengths), short_conv(x, taps, tail=tail), strict=True):
+    for a, b in zip(in_segments(x, taps, tail, lengths), conv(x, taps, tail=tail), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ("fwd", "rev"))
-def test_derivatives_through_short_segments_equal_central_differences(mode, x64):
+def test_derivatives_through_short_segments_equal_central_differences(x64):
     """Segments shorter than W - 1 hand on part of the tail that they were given."""
     split = jax.jit(lambda *args: in_segments(*args, (1, 2, 5)))
-    check_grads(split, inputs(dtype=jnp.float64), order=1, modes=[mode], atol=1e-8, rtol=1e-8)
+    check_grads(split, inputs(dtype=jnp.float64), order=1, atol=1e-8, rtol=1e-8)
 
 
 def test_gradients_through_short_segments_equal_those_of_one_pass(x64):
     args = inputs(dtype=jnp.float64)
     weigh = lambda outputs: sum(jnp.vdot(a, jnp.cos(jnp.arange(a.size)).reshape(a.shape)) for a in outputs)
-    split = jax.grad(lambda *args: weigh(in_segments(*args, (1, 2, 5))), argnums=(0, 1, 2))(*args)
-    whole = jax.grad(lambda *args: weigh(short_conv(*args[:2], tail=args[2])), argnums=(0, 1, 2))(*args)
+    gradient = lambda f: jax.jit(jax.grad(lambda *args: weigh(f(*args)), argnums=(0, 1, 2)))(*args)
+    split, whole = gradient(lambda *args: in_segments(*args, (1, 2, 5))), gradient(lambda x, taps, tail: conv(x, taps, tail=tail))
     for a, b in zip(split, whole, strict=True):
         assert relative_error(a, b) < 1e-12
 
@@ -81,17 +82,17 @@ def test_gradients_through_short_segments_equal_those_of_one_pass(x64):
 @pytest.mark.parametrize("length", (0, 1, 2, 3, 7, 8))
 def test_tail_of_a_padded_row_ends_at_its_last_token(length):
     x, taps, tail = inputs()
-    lengths = jnp.array([8, length, 4])
-    y, tails = short_conv(x, taps, tail=tail, length=lengths)
+    lengths = np.array([8, length, 4])
+    y, tails = conv(x, taps, tail=tail, length=lengths)
     for row, n in enumerate(lengths):
-        y_row, tail_row = short_conv(x[row : row + 1, :n], taps, tail=tail[row : row + 1])
+        y_row, tail_row = conv(x[row : row + 1, :n], taps, tail=tail[row : row + 1])
         np.testing.assert_array_equal(tails[row], tail_row[0])
         np.testing.assert_allclose(y[row, :n], y_row[0], rtol=1e-6, atol=1e-6)
 
 
 def test_a_row_of_length_zero_hands_its_tail_on():
     x, taps, tail = inputs()
-    _, tails = short_conv(x, taps, tail=tail, length=jnp.zeros(3, jnp.int32))
+    _, tails = conv(x, taps, tail=tail, length=jnp.zeros(3, jnp.int32))
     np.testing.assert_array_equal(tails, tail)
 
 
@@ -101,15 +102,15 @@ def test_padding_has_no_gradient():
     text = jnp.arange(8) < jnp.array([8, 5, 0])[:, None]
 
     def loss(x):
-        y, tails = short_conv(x, taps, tail=tail, length=text.sum(1))
+        y, tails = conv(x, taps, tail=tail, length=text.sum(1))
         return jnp.sum(jnp.where(text[..., None], y, 0)) + jnp.sum(tails**2)
 
-    gradient = jax.grad(loss)(x)
+    gradient = jax.jit(jax.grad(loss))(x)
     np.testing.assert_array_equal(jnp.where(text[..., None], 0, gradient), 0)
     assert jnp.all(gradient[text] != 0)
 
 
 def test_outputs_and_tail_of_bf16_are_bf16():
     x, taps, tail = inputs(dtype=jnp.bfloat16)
-    y, tails = short_conv(x, taps.astype(jnp.float32), tail=tail.astype(jnp.float32))
+    y, tails = conv(x, taps.astype(jnp.float32), tail=tail.astype(jnp.float32))
     assert y.dtype == tails.dtype == jnp.bfloat16

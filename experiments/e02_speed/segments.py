@@ -1,0 +1,95 @@
+"""How fast is a segment of the full-size model against transformers' torch path on the same CPU?
+
+Command: ``python -m experiments.e02_speed.segments [--reference-python PYTHON]``
+Wall time: about 4 minutes on 2 cores, 10 GiB of memory; the reference needs torch and transformers >= 5.24.
+Expected: at least 1.25 times as fast, at 256 tokens, f32.
+
+Both sides load one random checkpoint of 752,393,024 parameters in a process of their own and take turns: a segment here, the
+same segment there, so that whatever else the machine does falls on both. Each runs a text on through its cache from an empty
+one and gives logits of every token. The first segment of each is left out (compilation, first touch of memory).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+REFERENCE = """
+import json, os, sys, time
+sys.modules["fla"] = None
+import numpy as np, torch, transformers
+model = transformers.Qwen3_5ForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+cache, checksum = None, 0.0
+print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}), flush=True)
+for line in sys.stdin:
+    tokens = torch.tensor([json.loads(line)])
+    begun = time.perf_counter()
+    with torch.no_grad():
+        out = model(tokens, past_key_values=cache, use_cache=True)
+    cache = out.past_key_values
+    seconds = time.perf_counter() - begun
+    print(json.dumps({"seconds": seconds, "logits": out.logits[0, -1, :64].tolist()}), flush=True)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--segments", type=int, default=8)
+    parser.add_argument("--segment", type=int, default=256)
+    parser.add_argument("--reference-python", default=sys.executable, help="interpreter that has torch and transformers")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        compare(Path(folder), arguments.segments, arguments.segment, arguments.reference_python)
+
+
+def compare(folder: Path, segments: int, segment: int, python: str) -> None:
+    """Time both sides in turn and print the ratio."""
+    import jax
+
+    import jaxdelta as jd
+    from experiments.e02_speed.full_size import checkpoint
+    from jaxdelta.segments import _forward
+
+    checkpoint(folder)
+    reference = subprocess.Popen(
+        [python, "-c", REFERENCE, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    versions = json.loads(reference.stdout.readline())
+    begun = time.perf_counter()
+    model = jd.load(folder)
+    print(f"loaded in {time.perf_counter() - begun:.1f} s; jax {jax.__version__}, {versions}, {os.cpu_count()} cores")
+
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, segment * segments), dtype=np.int32)
+    carry = jd.init_carry(model, 1, segment * segments)
+    ours, theirs, worst = [], [], 0.0
+    for i in range(segments):
+        here = tokens[:, i * segment : (i + 1) * segment]
+        begun = time.perf_counter()
+        logits, carry = jax.block_until_ready(jd.forward(model, here, carry))
+        ours.append(time.perf_counter() - begun)
+        reference.stdin.write(json.dumps(here[0].tolist()) + "\n")
+        reference.stdin.flush()
+        answer = json.loads(reference.stdout.readline())
+        theirs.append(answer["seconds"])
+        expected = np.array(answer["logits"])
+        found = np.asarray(logits)[0, -1, :64]
+        worst = max(worst, float(np.linalg.norm(found - expected) / np.linalg.norm(expected)))
+        print(f"segment {i}: jaxdelta {ours[-1]:6.2f} s, transformers {theirs[-1]:6.2f} s", flush=True)
+    reference.stdin.close()
+    reference.wait()
+    assert _forward._cache_size() == 1
+    ratios = [b / a for a, b in zip(ours[1:], theirs[1:], strict=True)]
+    print(f"first call {ours[0]:.1f} s (with compilation)")
+    print(f"jaxdelta {statistics.median(ours[1:]):.2f} s, transformers {statistics.median(theirs[1:]):.2f} s a segment (medians)")
+    print(f"ratio {statistics.median(ratios):.2f} (range {min(ratios):.2f} to {max(ratios):.2f}); logits differ by {worst:.1e} relative")
+
+
+if __name__ == "__main__":
+    main()
