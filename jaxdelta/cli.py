@@ -101,8 +101,10 @@ def info_command(
     ignored = ", ".join(f"{len(names)} of {group}" for group, names in info.ignored.items()) or "none"
     about = {
         "folder": str(info.folder) + (f" (revision {info.revision})" if info.revision else ""),
-        "architecture": f"Qwen3.5 text model, {c.num_layers} layers: {len(c.linear_layers)} Gated DeltaNet, {attention} attention",
-        "states": f"{len(c.linear_layers)} x {c.num_value_heads} heads of {c.key_dim} x {c.value_dim} (K x V), {c.num_key_heads} key heads",
+        "architecture": f"Qwen3.5 text model, {c.num_layers} layers: "
+        f"{len(c.linear_layers)} Gated DeltaNet, {attention} attention",
+        "states": f"{len(c.linear_layers)} x {c.num_value_heads} heads of {c.key_dim} x {c.value_dim} (K x V), "
+        f"{c.num_key_heads} key heads",
         "width, MLP, vocabulary": f"{c.width}, {c.mlp_width}, {c.vocab_size} ({'tied' if c.tied else 'untied'} head)",
         "parameters": f"{info.num_parameters:,} in {info.num_tensors} tensors, stored as "
         + ", ".join(f"{kind} x {count}" for kind, count in info.stored_dtypes.items()),

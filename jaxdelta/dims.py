@@ -34,6 +34,11 @@ def accumulation_dtype(*arrays: Array) -> jnp.dtype:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
+def is_traced(x) -> bool:
+    """Whether the value of ``x`` is unknown because a transformation such as jit is tracing it."""
+    return isinstance(x, jax.core.Tracer)
+
+
 def linear(x: Float[Array, "*batch D"], weight: Float[Array, "F D"], *, dtype=None) -> Float[Array, "*batch F"]:
     """``x @ weight.T``, accumulated in f32 or wider and returned in ``dtype`` (default: that of ``x``).
 

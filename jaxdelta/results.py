@@ -1,8 +1,9 @@
 """Results on disk: a manifest, finished parts, and the rows that they add up to.
 
-A folder belongs to one configuration. Work is done in parts; each is written whole under a temporary name and then renamed, so
-a run that is killed at any moment leaves only whole parts, and the same configuration goes on with those that are missing.
-Rows come in the order of the parts, whenever each was made, so that an interrupted run ends with the rows of an uninterrupted one.
+A folder belongs to one configuration. Work is done in parts; each is written whole under a temporary name and then
+renamed, so a run that is killed at any moment leaves only whole parts, and the same configuration goes on with those that
+are missing. Rows come in the order of the parts, whenever each was made, so that an interrupted run ends with the rows of
+an uninterrupted one.
 
     manifest.json     configuration, versions, device, commit, checksums, plan of the parts
     parts/0003.parquet
@@ -20,8 +21,8 @@ from typing import Any
 
 import jax
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pa_parquet
 
 PACKAGES = ("jaxdelta", "jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
 
@@ -65,17 +66,17 @@ class Results:
     def part(self, index: int) -> pa.Table | None:
         """A finished part, None where it is still to do."""
         file = self._part_file(index)
-        return pa.parquet.read_table(file) if file.exists() else None
+        return pa_parquet.read_table(file) if file.exists() else None
 
     def write_part(self, index: int, rows: pa.Table) -> None:
         """Keep a finished part."""
-        self._write(self._part_file(index), lambda file: pa.parquet.write_table(rows, file))
+        self._write(self._part_file(index), lambda file: pa_parquet.write_table(rows, file))
 
     def finish(self, count: int) -> pa.Table:
         """Put parts 0 .. count - 1 together as rows.parquet and rows.csv."""
         rows = pa.concat_tables([self.part(index) for index in range(count)])
-        self._write(self.folder / "rows.parquet", lambda file: pa.parquet.write_table(rows, file))
-        self._write(self.folder / "rows.csv", lambda file: pa.csv.write_csv(rows, file))
+        self._write(self.folder / "rows.parquet", lambda file: pa_parquet.write_table(rows, file))
+        self._write(self.folder / "rows.csv", lambda file: pa_csv.write_csv(rows, file))
         if "finished" not in self.manifest:
             self.manifest["finished"] = _now()
             self._write_manifest()

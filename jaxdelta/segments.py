@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxdelta.dims import Mask, Tokens
+from jaxdelta.dims import Mask, Tokens, is_traced
 from jaxdelta.interventions import Intervention
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.models.qwen3_5 import Carry, Qwen3_5
@@ -215,7 +215,7 @@ def token_losses(model: Qwen3_5, hidden: Float[Array, "B T D"], targets: Tokens)
 
 def check_tokens(tokens: np.ndarray | Array, vocab_size: int) -> None:
     """Raise ValueError for an id outside of the vocabulary; JAX would clip it and go on."""
-    if isinstance(tokens, jax.core.Tracer) or not tokens.size:
+    if is_traced(tokens) or not tokens.size:
         return
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
@@ -224,7 +224,7 @@ def check_tokens(tokens: np.ndarray | Array, vocab_size: int) -> None:
 
 def _check_room(carry: Carry, added: int | Array) -> None:
     caches = [layer.keys.shape[1] for layer in carry.layers if hasattr(layer, "keys")]
-    if not caches or isinstance(carry.position, jax.core.Tracer) or isinstance(added, jax.core.Tracer):
+    if not caches or is_traced(carry.position) or is_traced(added):
         return
     needed = int(jnp.max(carry.position + added))
     if needed > min(caches):

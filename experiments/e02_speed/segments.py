@@ -4,9 +4,9 @@ Command: ``python -m experiments.e02_speed.segments [--reference-python PYTHON]`
 Wall time: about 4 minutes on 2 cores, 10 GiB of memory; the reference needs torch and transformers >= 5.24.
 Expected: at least 1.25 times as fast, at 256 tokens, f32.
 
-Both sides load one random checkpoint of 752,393,024 parameters in a process of their own and take turns: a segment here, the
-same segment there, so that whatever else the machine does falls on both. Each runs a text on through its cache from an empty
-one and gives logits of every token. The first segment of each is left out (compilation, first touch of memory).
+Both sides load one random checkpoint of 752,393,024 parameters in a process of their own and take turns: a segment here,
+the same segment there, so that whatever else the machine does falls on both. Each runs a text on through its cache from an
+empty one and gives logits of every token. The first segment of each is left out (compilation, first touch of memory).
 """
 
 import argparse
@@ -26,8 +26,9 @@ import json, os, sys, time
 sys.modules["fla"] = None
 import numpy as np, torch, transformers
 model = transformers.Qwen3_5ForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-cache, checksum = None, 0.0
-print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}), flush=True)
+cache = None
+versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+print(json.dumps(versions | {"threads": torch.get_num_threads()}), flush=True)
 for line in sys.stdin:
     tokens = torch.tensor([json.loads(line)])
     begun = time.perf_counter()
@@ -87,8 +88,10 @@ def compare(folder: Path, segments: int, segment: int, python: str) -> None:
     assert _forward._cache_size() == 1
     ratios = [b / a for a, b in zip(ours[1:], theirs[1:], strict=True)]
     print(f"first call {ours[0]:.1f} s (with compilation)")
-    print(f"jaxdelta {statistics.median(ours[1:]):.2f} s, transformers {statistics.median(theirs[1:]):.2f} s a segment (medians)")
-    print(f"ratio {statistics.median(ratios):.2f} (range {min(ratios):.2f} to {max(ratios):.2f}); logits differ by {worst:.1e} relative")
+    here, there = statistics.median(ours[1:]), statistics.median(theirs[1:])
+    print(f"jaxdelta {here:.2f} s, transformers {there:.2f} s a segment (medians)")
+    print(f"ratio {statistics.median(ratios):.2f} (range {min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"logits of the last token of each segment differ by at most {worst:.1e} relative")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How long does a sweep over long documents take with the full-size model?
 
 Command: ``python -m experiments.e02_speed.sweep --documents 8 --length 16384 --ranks 12 --dtype bfloat16``
-Wall time: seconds on an accelerator; on 2 CPU cores use ``--documents 1 --length 512 --dtype float32`` (about a minute).
-Expected on one H200 (random weights, bf16): 1.0 s for 8 documents of 16,384 tokens at r = 12 after compilation, 0.5 s for one,
+Wall time: seconds on an accelerator; on 2 CPU cores ``--documents 1 --length 512 --dtype float32`` takes about a minute.
+Aim on one H200 (random weights, bf16): 1.0 s for 8 documents of 16,384 tokens at r = 12 after compilation, 0.5 s for one,
 12 s for 8 documents x 11 ranks. transformers + fla with a torch truncation takes 9.6 s and 3.6 s there.
 
 Runs once to compile, then ``--repeats`` times. Also prints the compile time of the segment function and the bytes it needs.
@@ -32,20 +32,24 @@ def main() -> None:
     ranks = [int(r) for r in arguments.ranks.split(",")]
     model = random_model(arguments.dtype)
     rows = arguments.documents * len(ranks)
-    needed = memory.run_memory(model.config, dtype=arguments.dtype, segment=arguments.segment, max_length=arguments.length)
+    sizes = dict(dtype=arguments.dtype, segment=arguments.segment, max_length=arguments.length)
+    needed = memory.run_memory(model.config, **sizes)
     batch = memory.rows_that_fit(needed, rows)
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {arguments.dtype}; {rows} rows in batches of {batch}")
     rng = np.random.default_rng(0)
-    tokens = np.repeat(rng.integers(0, model.config.vocab_size, (arguments.documents, arguments.length)), len(ranks), axis=0)
+    documents = rng.integers(0, model.config.vocab_size, (arguments.documents, arguments.length))
+    tokens = np.repeat(documents, len(ranks), axis=0)
     rank = np.tile(ranks, arguments.documents)[:, None, None]
     cuts = [slice(i, min(i + batch, rows)) for i in range(0, rows, batch)]
     for repeat in range(arguments.repeats + 1):
         begun = time.perf_counter()
         for part in cuts:
-            run(model, tokens[part], segment=arguments.segment, intervention=Truncate(rank[part], max_rank=_largest(ranks)))
+            cut = Truncate(rank[part], max_rank=_largest(ranks))
+            run(model, tokens[part], segment=arguments.segment, intervention=cut)
         print(f"{'with compilation' if repeat == 0 else 'compiled'}: {time.perf_counter() - begun:.2f} s", flush=True)
     stats = jax.devices()[0].memory_stats() or {}
-    print(f"estimated {memory.gib(needed.total(batch))}, peak {memory.gib(stats.get('peak_bytes_in_use', 0))} (0 where not known)")
+    peak = memory.gib(stats["peak_bytes_in_use"]) if "peak_bytes_in_use" in stats else "not known here"
+    print(f"memory: estimated {memory.gib(needed.total(batch))}, peak {peak}")
 
 
 def _largest(ranks: list[int]) -> int:

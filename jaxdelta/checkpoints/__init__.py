@@ -142,6 +142,7 @@ def save(model: Qwen3_5, path: str | os.PathLike) -> None:
     save_file(tensors, folder / "model.partial", metadata={"format": "pt"})
     raw = model.origin.raw_config if model.origin else None
     (folder / "config.json").write_text(json.dumps(qwen3_5.config_to_json(model.config, raw), indent=2) + "\n")
+    (folder / "model.partial").chmod((folder / "config.json").stat().st_mode)  # safetensors writes for the owner alone
     (folder / "model.partial").replace(folder / SINGLE)
 
 
@@ -191,7 +192,8 @@ def _download(repo: str, revision: str | None) -> tuple[Path, str]:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"{repo} is no local folder and could not be had from the hub ({reason}); give a folder, or check the id and the network"
+            f"{repo} is no local folder and could not be had from the hub ({reason}); "
+            "give a folder, or check the id and the network"
         ) from None
     return folder, folder.name
 
@@ -200,7 +202,8 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], Qwen3_5Config]:
     raw = read_json(folder / "config.json")
     if raw.get("model_type") not in qwen3_5.MODEL_TYPES:
         raise CheckpointError(
-            f"{folder / 'config.json'} has model_type {raw.get('model_type')!r}; supported: {', '.join(qwen3_5.MODEL_TYPES)}"
+            f"{folder / 'config.json'} has model_type {raw.get('model_type')!r}; "
+            f"supported: {', '.join(qwen3_5.MODEL_TYPES)}"
         )
     return raw, qwen3_5.config_from_json(raw)
 
@@ -209,11 +212,13 @@ def _check_tensors(folder: Path, tensors: TensorFiles, stored: dict[qwen3_5.Entr
     for entry, name in stored.items():
         if tensors.shapes[name] != entry.shape:
             raise CheckpointError(
-                f"{folder}: config.json asks for {name} of shape {list(entry.shape)}, the file has {list(tensors.shapes[name])}"
+                f"{folder}: config.json asks for {name} of shape {list(entry.shape)}, "
+                f"the file has {list(tensors.shapes[name])}"
             )
         if tensors.dtypes[name] not in STORED:
             raise CheckpointError(
-                f"{folder}: {name} is stored as {tensors.dtypes[name]}; supported: {', '.join(STORED)}. Dequantise it first."
+                f"{folder}: {name} is stored as {tensors.dtypes[name]}; supported: {', '.join(STORED)}. "
+                "Dequantise it first."
             )
 
 

@@ -26,7 +26,7 @@ SHORTEST_PREFIX = 512
 
 
 class AttentionCarry(NamedTuple):
-    """Key/value cache: ``keys`` (normalised and rotated) and ``values``, Float[B M G head_dim] in the activations' dtype."""
+    """Key/value cache: ``keys`` (normalised and rotated) and ``values``, Float[B M G head_dim] in the model's dtype."""
 
     keys: Array
     values: Array

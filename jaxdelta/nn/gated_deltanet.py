@@ -40,7 +40,7 @@ class GatedDeltaNet(nnx.Module):
     """Linear layer; weights are [out, in], ``conv`` is [E, W], ``A_log``, ``dt_bias`` and ``norm`` are f32."""
 
     def __init__(self, config: Qwen3_5Config, *, dtype, rngs: nnx.Rngs):
-        D, H, K, V = config.width, config.num_value_heads, config.key_dim, config.value_dim
+        D, H, V = config.width, config.num_value_heads, config.value_dim
         self.config = config
         self.in_qkv = normal(rngs, (config.conv_channels, D), dtype)
         self.in_z = normal(rngs, (H * V, D), dtype)

@@ -85,8 +85,8 @@ def gated_delta_rule_chunked(
 ) -> tuple[Values, State]:
     """The map of :func:`gated_delta_rule`, computed in chunks of matrix products. Any T; differentiable in both modes.
 
-    ``chunk_size`` never changes the result; None takes 32 on a CPU and 64 elsewhere, as measured. Shapes, units and the other
-    arguments: :func:`gated_delta_rule`.
+    ``chunk_size`` never changes the result; None takes 32 on a CPU and 64 elsewhere, as measured. Shapes, units and
+    the other arguments: :func:`gated_delta_rule`.
 
     Raises:
         ValueError: ``chunk_size`` is below 1.

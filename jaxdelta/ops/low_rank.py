@@ -3,8 +3,8 @@
     S_r = U_r U_r^T S            U_r: the r left singular vectors (key directions) of the K x V state S
 
 Three ways to U_r: subspace iteration (fast, batched, warm-started), eigh of the Gram matrix S S^T, and SVD. Each takes any
-leading axes and a traced rank for every state, and stacks all of them into one call: several independent batched LAPACK calls
-in one program can deadlock a CPU with few cores.
+leading axes and a traced rank for every state, and stacks all of them into one call: several independent batched LAPACK
+calls in one program can deadlock a CPU with few cores.
 
 Subspace iteration applies S and S^T in two half steps, each followed by an orthonormalisation (shifted Cholesky-QR,
 Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa, arXiv 1809.11085); applying S S^T at once would square the condition
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxdelta.dims import HIGHEST, Matrices, accumulation_dtype
+from jaxdelta.dims import HIGHEST, Matrices, accumulation_dtype, is_traced
 
 Method = Literal["subspace", "eigh", "svd"]
 
@@ -109,7 +109,7 @@ def truncation(
 
 def largest_rank(rank, full: int) -> int:
     """The largest of known ranks that is below ``full``; ``full`` where ranks are traced."""
-    if isinstance(rank, jax.core.Tracer):
+    if is_traced(rank):
         return full
     ranks = np.asarray(rank)
     return int(ranks[ranks < full].max(initial=1))
@@ -124,7 +124,7 @@ def check_ranks(rank, full: int, max_rank: int) -> None:
     """Raise ValueError for known ranks outside of 1 .. full, or above ``max_rank`` and not full."""
     if not 1 <= max_rank <= full:
         raise ValueError(f"max_rank is {max_rank}; expected 1 to min(K, V) = {full}")
-    if isinstance(rank, jax.core.Tracer):
+    if is_traced(rank):
         return
     ranks = np.asarray(rank)
     if not np.issubdtype(ranks.dtype, np.integer):

@@ -18,8 +18,8 @@ def table(rows: pa.Table) -> Table:
     copies = {s.world: s for s in summarize(rows, copy_tokens=True)}
     view = Table(
         title=f"Loss by rank of the carried state: {documents} documents, {scored:,} scored tokens",
-        caption="Nats a scored token, mean over documents; diff. to the untouched model (first row), ± its paired standard\n"
-        "error over documents, % of the untouched loss.",
+        caption="Nats a scored token, mean over documents; diff. to the untouched\n"
+        "model (first row), ± its paired standard error, % of the untouched loss.",
         box=box.SIMPLE,
     )
     scopes = [name for name in ("layer", "head") if any(getattr(s.world, name) is not None for s in summarize(rows))]

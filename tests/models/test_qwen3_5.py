@@ -52,9 +52,6 @@ def row(carry, index):
     return jax.tree.map(lambda a: a[index : index + 1], carry)
 
 
-# Splits and batches
-
-
 @pytest.mark.parametrize("lengths", [(1, 2, 3, 1, 64, 229), (100, 200)], ids=str)
 def test_any_split_equals_one_pass(lengths):
     """No segment need be a multiple of the chunk of 64, and one of a single token takes the recurrence."""
@@ -92,9 +89,6 @@ def test_later_tokens_do_not_change_earlier_outputs():
     changed, _ = in_segments(model(), tokens.at[:, 40].add(1), (64,))
     np.testing.assert_array_equal(changed[:, :40], hidden[:, :40])
     assert (jnp.abs(changed - hidden)[:, 40:].max(-1) > 1e-6).all()
-
-
-# Padding
 
 
 def padded_run(model, tokens, lengths, carry):
@@ -144,9 +138,6 @@ def test_embeddings_of_padding_have_no_gradient():
     np.testing.assert_array_equal(rows[PADDING], 0)
 
 
-# What is carried
-
-
 def test_states_of_a_carry_can_be_read_and_replaced():
     carry = in_segments(model(), texts(64), (64,))[1]
     S = states(carry)
@@ -162,7 +153,8 @@ def test_states_of_a_carry_can_be_read_and_replaced():
 
 def test_states_keep_the_dtype_of_the_carry():
     carry = model().init_carry(1, 8)
-    assert {s.dtype for s in states(with_states(carry, [s.astype(jnp.bfloat16) for s in states(carry)]))} == {jnp.float32.dtype}
+    narrow = [s.astype(jnp.bfloat16) for s in states(carry)]
+    assert {s.dtype for s in states(with_states(carry, narrow))} == {jnp.float32.dtype}
 
 
 @pytest.mark.parametrize(
@@ -182,9 +174,6 @@ def test_an_intervention_on_the_states_reaches_later_logits_alone():
     zeroed = run(model(), tokens, with_states(carry, [jnp.zeros_like(s) for s in states(carry)]))
     np.testing.assert_array_equal(kept.hidden, run(model(), tokens, carry).hidden)
     assert relative_error(zeroed.hidden, kept.hidden) > 1e-2
-
-
-# Heads of words and dtypes
 
 
 @pytest.mark.parametrize("tied", (True, False))
@@ -222,21 +211,27 @@ def test_a_bf16_model_is_near_its_f32_twin():
     assert relative_error(found, expected) < 0.1
 
 
-def test_carries_have_one_structure_before_and_after():
-    """So that a scan over segments can hold them."""
-    for dtype in (jnp.float32, jnp.bfloat16):
-        m = Qwen3_5(model().config, dtype=dtype, rngs=nnx.Rngs(0))
-        carry = m.init_carry(2, 320)
-        out = jax.eval_shape(lambda carry: run(m, texts(5, B=2), carry).carry, carry)  # noqa: B023
-        assert jax.tree.map(lambda a: (a.shape, a.dtype), carry) == jax.tree.map(lambda a: (a.shape, a.dtype), out)
+def assert_one_structure(dtype):
+    m = Qwen3_5(model().config, dtype=dtype, rngs=nnx.Rngs(0))
+    before = m.init_carry(2, 320)
+    after = jax.eval_shape(lambda carry: run(m, texts(5, B=2), carry).carry, before)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), before) == jax.tree.map(lambda a: (a.shape, a.dtype), after)
+
+
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
+def test_carries_have_one_structure_before_and_after(dtype):
+    """So that a loop over segments can hold them, and one compiled function serves them all."""
+    assert_one_structure(dtype)
+
+
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.float64))
+def test_carries_have_one_structure_where_f64_is_on(dtype, x64):
+    assert_one_structure(dtype)
 
 
 def test_kinds_of_layers_have_their_kinds_of_carry():
     kinds = [type(layer) for layer in model().init_carry(1, 8).layers]
     assert kinds == [LinearCarry, AttentionCarry, LinearCarry]
-
-
-# Not finite
 
 
 def set_nan(m, layer, path):
@@ -280,9 +275,6 @@ def test_finite_names_the_row_whose_state_is_broken():
     carry = with_states(carry, [S[0], S[1].at[1, 2, 3, 4].set(jnp.nan)])
     finite = run(model(), texts(64, B=2), carry).finite
     np.testing.assert_array_equal(finite, [[True, True]] * 3 + [[True, False]])
-
-
-# Sizes
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,6 @@ def test_cache_and_output_of_bf16_are_bf16():
     assert layer.q_norm[...].dtype == layer.k_norm[...].dtype == jnp.float32
 
 
-# RoPE
-
-
 @pytest.mark.parametrize(
     ("position", "tolerance"), [(0, 0), (255, 1e-4), (256, 1e-4), (4095, 1e-3), (15962, 2e-3), (131071, 1.5e-2)]
 )
@@ -176,7 +173,10 @@ def test_rotation_turns_the_two_halves_of_the_leading_entries():
 
 def test_products_of_rotated_vectors_depend_on_the_distance_alone():
     q, k = jnp.asarray(np.random.default_rng(3).standard_normal((2, 1, 1, 1, d)), jnp.float32)
-    at = lambda x, position: np.asarray(rotate(x, rotary_angles(jnp.full((1, 1), position), R, 1e4)).squeeze(), np.float64)
+
+    def at(x, position):
+        return np.asarray(rotate(x, rotary_angles(jnp.full((1, 1), position), R, 1e4)).squeeze(), np.float64)
+
     near, far = at(q, 5) @ at(k, 2), at(q, 205) @ at(k, 202)
     assert near == pytest.approx(far, rel=1e-4)
     assert abs(near - at(q, 5) @ at(k, 4)) > 0.1

@@ -140,8 +140,7 @@ def test_state_and_output_of_bf16_inputs_are_f32(rule):
 def test_every_product_is_of_the_highest_precision(rule):
     """Plain f32 products are TF32 on GPUs, which no CPU test would see."""
     x = delta_inputs(12, 5, dtype=jnp.float32)
-    loss = lambda x: sum(a.sum() for a in rule(**x))
-    precisions = dot_precisions(jax.grad(loss), x)
+    precisions = dot_precisions(jax.grad(lambda x: sum(a.sum() for a in rule(**x))), x)
     assert len(precisions) >= 6
     assert set(precisions) == {(HIGHEST, HIGHEST)}
 

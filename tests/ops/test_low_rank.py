@@ -29,9 +29,6 @@ def decaying(seed, *, ratio, shape=(24, 31), batch=(3,), dtype=jnp.float32):
     return jnp.asarray(matrices_of_spectrum(seed, ratio ** np.arange(min(shape)), *shape, batch), dtype)
 
 
-# What a truncation is
-
-
 @METHODS
 @SHAPES
 @pytest.mark.parametrize("rank", (1, 4, 9))
@@ -149,9 +146,6 @@ def test_every_product_is_of_the_highest_precision(method):
     assert set(precisions) == {(HIGHEST, HIGHEST)}
 
 
-# Ranks
-
-
 @METHODS
 def test_every_head_has_its_own_rank(method):
     """Ranks known, traced, and one state at a time under vmap."""
@@ -211,9 +205,6 @@ def test_traced_wrong_ranks_give_nan_in_their_state_alone(method):
     assert jnp.isfinite(out[jnp.array([1, 5])]).all()
 
 
-# States of every kind
-
-
 @METHODS
 @pytest.mark.parametrize("scale", (1e-20, 1e20))
 def test_states_of_any_scale_truncate_alike(method, scale):
@@ -265,9 +256,6 @@ def test_a_state_that_is_not_finite_stays_alone(method, bad):
     assert out.rounds <= good.rounds
 
 
-# Warm starts
-
-
 def turned(seed, angle, shape=(64, 71)):
     """A matrix whose leading 20 singular directions lie ``angle`` from the first 20 of a fixed basis, σ = 3 … 1, 0.1."""
     U, W = (orthonormal_columns(seed, (n, 64)).copy() for n in shape)
@@ -305,8 +293,6 @@ def test_a_basis_of_zeros_starts_anew():
     out = known(S, 12, method="subspace", basis=zero.basis)
     np.testing.assert_allclose(energy(out.state), energy(truncated(S, 12)), rtol=1e-5)
 
-
-# The derivative
 
 DEGENERACIES = {
     "gaps": [9, 7, 5, 3, 2, 1, 0.5],

@@ -1,5 +1,7 @@
 """The short convolution: order of its taps, its tail across splits, and padding."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,11 +73,13 @@ def test_derivatives_through_short_segments_equal_central_differences(x64):
 
 
 def test_gradients_through_short_segments_equal_those_of_one_pass(x64):
+    @partial(jax.jit, static_argnums=0)
+    @partial(jax.grad, argnums=(1, 2, 3))
+    def gradients(lengths, *args):
+        return sum(jnp.vdot(a, jnp.cos(jnp.arange(a.size)).reshape(a.shape)) for a in in_segments(*args, lengths))
+
     args = inputs(dtype=jnp.float64)
-    weigh = lambda outputs: sum(jnp.vdot(a, jnp.cos(jnp.arange(a.size)).reshape(a.shape)) for a in outputs)
-    gradient = lambda f: jax.jit(jax.grad(lambda *args: weigh(f(*args)), argnums=(0, 1, 2)))(*args)
-    split, whole = gradient(lambda *args: in_segments(*args, (1, 2, 5))), gradient(lambda x, taps, tail: conv(x, taps, tail=tail))
-    for a, b in zip(split, whole, strict=True):
+    for a, b in zip(gradients((1, 2, 5), *args), gradients((8,), *args), strict=True):
         assert relative_error(a, b) < 1e-12
 
 

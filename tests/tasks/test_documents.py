@@ -1,0 +1,178 @@
+"""Documents from files, strings and arrays, and what is said of those that are none."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from jaxdelta.tasks.documents import Document, embedded_texts, read_texts, tokenize
+from tests.tiny import tokenizer
+
+
+def write(file, content):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
+# Files
+
+
+def test_a_text_file_is_a_document_named_after_it(tmp_path):
+    files = [write(tmp_path / name, text) for name, text in (("b.txt", "w1 w2\n"), ("a.md", "w3"), ("no suffix", "w4"))]
+    assert read_texts(files) == {"b.txt": "w1 w2\n", "a.md": "w3", "no suffix": "w4"}
+    assert list(read_texts(files)) == ["b.txt", "a.md", "no suffix"]
+
+
+def test_json_lines_hold_strings_or_objects_with_a_text(tmp_path):
+    lines = ['"w1 w2"', "", json.dumps({"id": 5, "text": "w3\nw4"}), "  ", json.dumps({"text": "é\u2028漢"})]
+    file = write(tmp_path / "a.jsonl", "\n".join(lines) + "\n")
+    assert read_texts([file]) == {"a.jsonl:1": "w1 w2", "a.jsonl:3": "w3\nw4", "a.jsonl:5": "é\u2028漢"}
+
+
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x7f"], ids=ascii)
+def test_a_json_line_ends_at_a_newline_alone(tmp_path, inside):
+    """These stand unescaped in JSON strings; to str.splitlines some of them end a line."""
+    file = write(tmp_path / "a.jsonl", json.dumps({"text": f"w1{inside}w2"}, ensure_ascii=False) + '\r\n"w3"\n')
+    assert read_texts([file]) == {"a.jsonl:1": f"w1{inside}w2", "a.jsonl:2": "w3"}
+
+
+@pytest.mark.parametrize("name", ["ö u̇ 漢字 🙂.txt", "a:b*c?.txt", " leading.txt", "-option.txt", "[bold].txt", "line\nbreak.txt"])
+def test_odd_names_are_names(tmp_path, name):
+    assert read_texts([write(tmp_path / name, "w1 w2")]) == {name: "w1 w2"}
+
+
+def test_two_files_of_one_name_are_refused(tmp_path):
+    """Rows and checksums go by name; one of them would take the other's place."""
+    files = [write(tmp_path / folder / "a.txt", text) for folder, text in (("x", "w1"), ("y", "w2"))]
+    for given in (files, files[:1] * 2):
+        with pytest.raises(ValueError, match=r"a\.txt is given twice"):
+            read_texts(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", r"a\.txt is empty"),
+        ("a.txt", " \n\t ", r"a\.txt is empty"),
+        ("a.jsonl", "", r"a\.jsonl holds no document"),
+        ("a.jsonl", "\n \n", r"a\.jsonl holds no document"),
+        ("a.jsonl", '"w1"\n\n""\n', r"a\.jsonl:3 is empty"),
+        ("a.jsonl", '"w1"\n{"text": "w2"\n', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", '"w1"\n{"body": "w2"}', r'a\.jsonl, line 2: expected a string, or an object with a string "text"'),
+        ("a.jsonl", '{"text": ["w1"]}', r"a\.jsonl, line 1: expected a string"),
+        ("a.jsonl", "5", r"a\.jsonl, line 1: expected a string"),
+        ("a.jsonl", "null", r"a\.jsonl, line 1: expected a string"),
+        ("a.jsonl", '["w1", "w2"]', r"a\.jsonl, line 1: expected a string"),
+        ("a.txt", b"w1 \xff w2", r"a\.txt is not UTF-8 \(invalid start byte at byte 3\)"),
+        ("a.txt", bytes(range(256)), r"a\.txt is not UTF-8"),
+        ("a.jsonl", b'"\xff"', r"a\.jsonl is not UTF-8"),
+        ("a.txt", "w1 w2".encode("utf-16"), r"a\.txt is not UTF-8"),
+    ],
+)
+def test_a_file_that_holds_no_text_is_named_with_its_line(tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read_texts([write(tmp_path / name, content)])
+    assert "\n" not in str(error.value)
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_line(tmp_path):
+    """JSON may spell one; it is no text, and no tokenizer takes it."""
+    with pytest.raises(ValueError, match=r"a\.jsonl(, line |:)2"):
+        read_texts([write(tmp_path / "a.jsonl", '"w1 w2"\n"w1 \\ud800 w2"\n')])
+
+
+def test_a_file_name_that_is_no_text_is_refused_or_read(tmp_path):
+    """Names are bytes to the system; one that cannot be written to the rows must not cost a whole run."""
+    file = tmp_path / os.fsdecode(b"\xff.txt")
+    write(file, "w1 w2")
+    try:
+        names = list(read_texts([file]))
+    except ValueError:
+        return
+    assert names[0].encode("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("place", "message"), [("missing.txt", r"missing\.txt is missing"), (".", "is a folder"), ("a.txt/b.txt", "cannot be read")]
+)
+def test_a_place_without_a_text_is_named(tmp_path, place, message):
+    write(tmp_path / "a.txt", "w1")
+    with pytest.raises(ValueError, match=message):
+        read_texts([tmp_path / place])
+
+
+# Tokens
+
+
+def test_texts_become_the_tokenizers_ids_and_nothing_else():
+    documents = tokenize({"one": "w5 w3 other w5", "two": "w1 w2"}, tokenizer())
+    assert [d.name for d in documents] == ["one", "two"]
+    np.testing.assert_array_equal(documents[0].tokens, [5, 3, 90, 5])
+
+
+def test_no_token_is_added_where_the_tokenizer_would():
+    adding = tokenizer()
+    adding.post_processor = TemplateProcessing(single="w0 $A w0", special_tokens=[("w0", 0)])
+    np.testing.assert_array_equal(tokenize(["w5 w3"], adding)[0].tokens, [5, 3])
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint16, np.int8, np.uint64, ">i4"])
+def test_arrays_of_any_whole_numbers_are_documents(dtype):
+    """Their checksum is that of the ids, whatever held them."""
+    document = tokenize([np.array([5, 3], dtype)], None)[0]
+    np.testing.assert_array_equal(document.tokens, [5, 3])
+    assert document.sha256() == Document("x", np.array([5, 3], np.int32)).sha256()
+
+
+def test_checksums_tell_documents_apart():
+    sums = {Document("x", np.array(ids)).sha256() for ids in ([5, 3], [3, 5], [5, 3, 0], [5])}
+    assert len(sums) == 4
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (np.array(5), r"of shape \(\)"),
+        (np.array([[5, 3]]), r"of shape \(1, 2\)"),
+        (np.array([5.0, 3.0]), "float64"),
+        (np.array([True, False]), "bool"),
+        (np.array(["w1", "w2"]), "expected one row of token ids"),
+        (np.array([], np.int32), "has 0 tokens; at least 2"),
+        (np.array([5]), "has 1 tokens; at least 2"),
+        ("w5", "has 1 tokens; at least 2"),
+        ("", "has 0 tokens; at least 2"),
+    ],
+    ids=["0-d", "2-d", "float", "bool", "words", "empty", "one token", "one word", "no word"],
+)
+def test_what_is_no_row_of_tokens_is_refused_by_name(document, message):
+    with pytest.raises(ValueError, match=f"document_1 .*{message}"):
+        tokenize([np.array([1, 2]), document], tokenizer())
+
+
+def test_a_text_needs_a_tokenizer():
+    with pytest.raises(ValueError, match=r"the model has no tokenizer\.json; give documents as arrays of token ids"):
+        tokenize(["w1 w2"], None)
+
+
+def test_no_documents_are_refused():
+    with pytest.raises(ValueError, match="no documents"):
+        tokenize([], tokenizer())
+
+
+def test_a_text_alone_is_not_taken_for_a_list_of_them():
+    """It is a sequence of letters, each of which would be a document."""
+    with pytest.raises(ValueError, match="expected a list"):
+        tokenize("w1 w2 w3", tokenizer())
+
+
+# The documents that ship
+
+
+def test_the_embedded_documents_are_several_thousand_tokens_long():
+    """Copy tokens need more than 512 tokens before them. 4 bytes a token is more than byte-level BPE reaches."""
+    texts = embedded_texts()
+    assert len(texts) >= 4
+    assert min(len(text.encode()) for text in texts.values()) > 4 * 4 * 512

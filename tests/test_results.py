@@ -1,0 +1,262 @@
+"""Results folders: whole parts or none, one configuration each, the same rows whatever happened on the way."""
+
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from jaxdelta import results
+from jaxdelta.results import Results, ResultsError
+
+CONFIGURATION = {"analysis": "sweep", "documents": {"a": "1f"}, "segment": 16}
+
+
+def rows(index):
+    return pa.table({"document": [f"d{index}"] * 2, "loss": [index + 1 / 3, float(index)], "copy_loss": [None, index / 7]})
+
+
+def filled(folder, *indices, plan=3):
+    made = Results(folder, CONFIGURATION, plan)
+    for index in indices:
+        made.write_part(index, rows(index))
+    return made
+
+
+def contents(folder):
+    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+# Parts and rows
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
+def test_rows_are_in_the_order_of_the_parts_whenever_each_was_made(tmp_path, order):
+    table = filled(tmp_path, *order).finish(3)
+    expected = pa.concat_tables([rows(i) for i in range(3)])
+    assert table.equals(expected)
+    assert pa.parquet.read_table(tmp_path / "rows.parquet").equals(expected)
+    text = (tmp_path / "rows.csv").read_text().splitlines()
+    assert text[0] == '"document","loss","copy_loss"'
+    assert text[1] == '"d0",0.3333333333333333,'
+    assert len(text) == 7
+
+
+def test_a_part_is_none_until_it_is_finished(tmp_path):
+    made = filled(tmp_path, 1)
+    assert made.part(0) is None
+    assert made.part(1).equals(rows(1))
+
+
+def test_the_same_configuration_goes_on_with_the_parts_and_the_plan_that_are_there(tmp_path):
+    filled(tmp_path, 0, 2, plan={"batch": 4})
+    again = Results(tmp_path, CONFIGURATION, {"batch": 9})
+    assert again.plan == {"batch": 4}
+    assert [again.part(i) is not None for i in range(3)] == [True, False, True]
+
+
+def test_the_order_of_the_configurations_fields_does_not_matter(tmp_path):
+    filled(tmp_path, 0)
+    assert Results(tmp_path, dict(reversed(CONFIGURATION.items())), 3).part(0) is not None
+
+
+def test_a_finished_folder_can_be_finished_again_to_the_byte(tmp_path):
+    filled(tmp_path, 0, 1, 2).finish(3)
+    before = contents(tmp_path)
+    Results(tmp_path, CONFIGURATION, 3).finish(3)
+    assert contents(tmp_path) == before
+
+
+def test_folders_on_the_way_are_made(tmp_path):
+    filled(tmp_path / "a" / "b c" / "ö", 0)
+    assert (tmp_path / "a" / "b c" / "ö" / "parts" / "0000.parquet").exists()
+
+
+def test_the_manifest_tells_the_configuration_versions_device_and_plan(tmp_path):
+    filled(tmp_path, 0, 1, 2).finish(3)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest.keys() == {"configuration", "plan", "commit", "started", "finished"}
+    assert manifest["configuration"].items() >= CONFIGURATION.items()
+    environment = manifest["configuration"]["environment"]
+    assert environment.keys() >= {"jaxdelta", "jax", "jaxlib", "flax", "numpy", "python", "device"}
+    assert environment["device"].startswith("cpu")
+
+
+def test_a_run_in_a_checkout_has_its_commit_and_others_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))
+    assert results.commit() is None
+
+
+# Kills and failures
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+def kill(*arguments):
+    raise Killed
+
+
+@pytest.mark.parametrize("write", ["part", "manifest"])
+def test_a_kill_between_writing_and_renaming_leaves_no_file_under_its_name(tmp_path, monkeypatch, write):
+    with monkeypatch.context() as patch:
+        if write == "part":
+            made = filled(tmp_path, 0)
+        patch.setattr("pathlib.Path.replace", kill)
+        with pytest.raises(Killed):
+            made.write_part(1, rows(1)) if write == "part" else filled(tmp_path)
+    left = [file.name for file in contents(tmp_path)]
+    assert any(name.endswith(".partial") for name in left)
+    again = filled(tmp_path)
+    assert again.part(1) is None
+    assert (again.part(0) is not None) == (write == "part")
+    assert filled(tmp_path, 0, 1).finish(2).equals(pa.concat_tables([rows(0), rows(1)]))
+
+
+def test_half_written_files_of_a_killed_run_are_no_parts(tmp_path):
+    filled(tmp_path, 0)
+    for name in ("manifest.json.1234.partial", "rows.csv.1234.partial", "parts/0001.parquet.1234.partial"):
+        (tmp_path / name).write_bytes(b"PAR1 half")
+    again = Results(tmp_path, CONFIGURATION, 3)
+    assert again.part(1) is None
+    assert again.part(0).equals(rows(0))
+
+
+def test_a_run_killed_before_its_first_manifest_can_start_again(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "manifest.json.1234.partial").write_text("{")
+    assert Results(tmp_path, CONFIGURATION, 3).part(0) is None
+
+
+def test_a_full_disk_is_told_in_a_line_and_finished_parts_stay(tmp_path, monkeypatch):
+    made = filled(tmp_path, 0)
+
+    def full(table, file):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pa.parquet, "write_table", full)
+        with pytest.raises(ResultsError, match=r"0001\.parquet cannot be written: No space left on device; .* are kept"):
+            made.write_part(1, rows(1))
+    assert Results(tmp_path, CONFIGURATION, 3).part(0).equals(rows(0))
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all", None], ids=["empty", "4 bytes", "text", "cut"])
+def test_a_part_that_is_broken_is_named_with_what_to_do(tmp_path, content):
+    made = filled(tmp_path, 0, 1)
+    file = tmp_path / "parts" / "0001.parquet"
+    file.write_bytes(file.read_bytes()[:-10] if content is None else content)
+    with pytest.raises(ResultsError, match=r"0001\.parquet.*remove it"):
+        made.part(1)
+
+
+# Folders that are no use
+
+
+def test_results_of_another_configuration_are_refused_with_the_difference(tmp_path):
+    filled(tmp_path, 0)
+    before = contents(tmp_path)
+    with pytest.raises(ResultsError) as error:
+        Results(tmp_path, CONFIGURATION | {"segment": 32, "method": "svd"}, 3)
+    assert "method is null there, \"svd\" now; segment is 16 there, 32 now" in str(error.value)
+    assert "choose another folder or remove it" in str(error.value)
+    assert "documents" not in str(error.value)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("other", [{"b": "2e", "a": "1f"}, {"a": "2e"}, {}], ids=str)
+def test_other_documents_are_refused(tmp_path, other):
+    filled(tmp_path, 0)
+    with pytest.raises(ResultsError, match="documents is"):
+        Results(tmp_path, CONFIGURATION | {"documents": other}, 3)
+
+
+def test_results_of_another_version_are_refused(tmp_path, monkeypatch):
+    filled(tmp_path, 0)
+    environment = results.environment()
+    monkeypatch.setattr(results, "environment", lambda: environment | {"jax": "0.0.1"})
+    with pytest.raises(ResultsError, match="environment is"):
+        filled(tmp_path)
+
+
+def test_the_difference_of_long_values_can_be_seen(tmp_path, monkeypatch):
+    """Versions that differ at the end of a long list must not be cut off."""
+    filled(tmp_path, 0)
+    environment = results.environment()
+    monkeypatch.setattr(results, "environment", lambda: environment | {"tokenizers": "0.0.1"})
+    with pytest.raises(ResultsError, match=r"0\.0\.1"):
+        filled(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "rows.csv", "parts/0000.parquet"])
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path, place):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / place).write_text("precious")
+    with pytest.raises(ResultsError, match=r"is not empty and has no manifest\.json; choose another folder"):
+        filled(tmp_path)
+    assert list(contents(tmp_path).values()) == [b"precious"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "5",
+        "{}",
+        '{"plan": 3}',
+        '{"configuration": 5, "plan": 3}',
+        '{"configuration": null, "plan": 3}',
+        b"\xff\xfe",
+    ],
+    ids=ascii,
+)
+def test_a_manifest_that_is_none_is_refused_and_kept(tmp_path, text):
+    file = tmp_path / "manifest.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    before = contents(tmp_path)
+    with pytest.raises(ResultsError, match=r"manifest\.json is no manifest of a run; choose another folder"):
+        filled(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_a_manifest_without_a_plan_is_refused(tmp_path):
+    filled(tmp_path)
+    file = tmp_path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["plan"]
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(ResultsError, match=r"manifest\.json is no manifest of a run"):
+        assert filled(tmp_path).plan
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "file/below/it"])
+def test_a_file_in_the_way_is_told_in_a_line(tmp_path, place):
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ResultsError, match=f"results folder {tmp_path / place} cannot be used: .*; choose another"):
+        filled(tmp_path / place)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("place", ["manifest.json", "parts"])
+def test_a_folder_or_file_under_one_of_the_names_is_told_in_a_line(tmp_path, place):
+    if place == "parts":
+        (tmp_path / place).write_text("a file")
+    else:
+        (tmp_path / place).mkdir()
+    with pytest.raises(ResultsError, match="cannot be used"):
+        filled(tmp_path)
+
+
+def test_a_folder_that_may_not_be_written_to_is_told_in_a_line(tmp_path, monkeypatch):
+    """Permissions do not hold root back, so the refusal is the system's own, put in its place."""
+
+    def refuse(*arguments, **keywords):
+        raise PermissionError(13, os.strerror(13))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    with pytest.raises(ResultsError, match="cannot be used: Permission denied; choose another"):
+        filled(tmp_path / "new")
