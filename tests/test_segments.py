@@ -16,8 +16,9 @@ from tests.helpers import relative_error
 from tests.tiny import fresh_model, model, tokens
 
 KINDS = ("linear", "attention", "linear")
-N, SEGMENT, ROOM = 100, 16, 112
+N, SEGMENT, ROOM = 100, 16, 112  # shapes are few and shared: each is a compilation
 LENGTHS = (100, 37, 2)
+SHORT_ROOM = 22
 
 
 def net():
@@ -25,16 +26,21 @@ def net():
 
 
 def text(length=N, seed=0):
-    return tokens(length, seed=seed)[0][None]
+    return tokens(N, seed=seed)[0][None, :length]
 
 
 @cache
-def one_pass(length=N, seed=0):
-    """-log softmax of the next token's logit, in f64 from the logits of a single pass."""
-    ids = jnp.asarray(text(length, seed))
-    logits = np.asarray(forward(net(), ids, init_carry(net(), 1, length))[0], np.float64)[0, :-1]
+def whole():
+    """Logits of a single pass, and the carry after it."""
+    return forward(net(), jnp.asarray(text()), init_carry(net(), 1, ROOM))
+
+
+@cache
+def one_pass():
+    """-log softmax of the next token's logit, in f64."""
+    logits = np.asarray(whole()[0], np.float64)[0, :-1]
     logits -= logits.max(-1, keepdims=True)
-    return np.log(np.exp(logits).sum(-1)) - logits[np.arange(length - 1), text(length, seed)[0, 1:]]
+    return np.log(np.exp(logits).sum(-1)) - logits[np.arange(N - 1), text()[0, 1:]]
 
 
 @cache
@@ -57,7 +63,7 @@ def leaves(carry):
 # Losses
 
 
-@pytest.mark.parametrize("segment", [1, 7, 16, 50, 99, 100, 101])
+@pytest.mark.parametrize("segment", [1, 16, 99, 120])
 def test_losses_are_those_of_one_pass(segment):
     """N tokens give N - 1 losses, each once, for segments that divide the text, that do not, and that are longer."""
     losses = run(net(), text(), segment=segment).losses
@@ -71,7 +77,7 @@ def test_losses_are_those_of_one_pass(segment):
 def test_texts_that_end_at_a_boundary_or_just_after_it(length):
     losses = run(net(), text(length), segment=SEGMENT, max_length=ROOM).losses
     assert losses.shape == (1, length - 1)
-    np.testing.assert_allclose(losses[0], one_pass(length), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(losses[0], one_pass()[: length - 1], rtol=0, atol=2e-5)
 
 
 def test_rows_of_different_lengths_equal_their_solo_runs():
@@ -90,9 +96,9 @@ def test_rows_of_different_lengths_equal_their_solo_runs():
 
 
 def test_losses_have_the_texts_width_where_every_row_ends_early():
-    lengths = np.array([20, 17])
-    losses = run(net(), packed((N, N)), segment=SEGMENT, lengths=lengths, max_length=ROOM).losses
-    assert losses.shape == (2, N - 1)
+    lengths = np.array([20, 17, 2])
+    losses = run(net(), packed((N, N, N)), segment=SEGMENT, lengths=lengths, max_length=ROOM).losses
+    assert losses.shape == (3, N - 1)
     np.testing.assert_array_equal(np.isfinite(losses), np.arange(N - 1) < lengths[:, None] - 1)
 
 
@@ -103,8 +109,7 @@ def test_two_documents_in_turn_do_not_see_each_other():
 
 
 def test_the_last_carry_is_that_of_one_pass():
-    _, carry = forward(net(), jnp.asarray(text()), init_carry(net(), 1, ROOM))
-    for a, b in zip(jax.tree.leaves(untouched().carry), jax.tree.leaves(carry), strict=True):
+    for a, b in zip(jax.tree.leaves(untouched().carry), jax.tree.leaves(whole()[1]), strict=True):
         assert relative_error(a, b) < 1e-5
     np.testing.assert_array_equal(untouched().carry.position, [N])
 
@@ -116,12 +121,13 @@ def test_each_segment_is_told_once_in_order():
 
 
 def test_a_bf16_model_keeps_its_states_in_f32_at_boundaries():
-    """bf16 rounds losses to a few percent; f32 logits of the same bf16 parameters in one pass round the same way."""
-    narrow = fresh_model(dtype=jnp.bfloat16)
-    done = run(narrow, text(48), segment=SEGMENT, intervention=Truncate(2, method="eigh"))
+    """Losses of three layers in bf16 are off by MEASURED from those in f32."""
+    narrow = fresh_model(dtype=jnp.bfloat16, layer_kinds=KINDS)
+    done, wide = (
+        run(m, text(48), segment=SEGMENT, max_length=ROOM, intervention=Truncate(2, method="svd")) for m in (narrow, net())
+    )
     assert {S.dtype for S in jd.states(done.carry)} == {jnp.dtype("float32")}
     assert done.losses.dtype == np.float32
-    wide = run(fresh_model(), text(48), segment=SEGMENT, intervention=Truncate(2, method="eigh"))
     assert relative_error(done.losses, wide.losses) < 0.05
 
 
@@ -157,19 +163,20 @@ def test_a_truncation_acts_at_every_boundary_and_on_nothing_before_the_first():
 @pytest.mark.parametrize("method", ["subspace", "eigh"])
 def test_ranks_of_a_batch_equal_separate_runs(method):
     """Every row has its own rank for each layer and head, among them rows untouched as a whole or in part."""
-    ranks = np.full((4, 2, 6), 8)
-    ranks[0], ranks[1], ranks[2, 1, 3] = 1, 2, 1
-    rows = np.repeat(text(50), 4, axis=0)
+    ranks = np.full((3, 2, 6), 8)
+    ranks[0], ranks[1], ranks[1, 1, 3] = 1, 2, 8
+    ranks[2, 1, 3] = 1
+    rows = np.repeat(text(50), 3, axis=0)
 
     def cut(rank):
         return Truncate(rank, method=method, max_rank=2)
 
-    batch = run(net(), rows, segment=SEGMENT, intervention=cut(ranks))
-    for i in range(4):
-        solo = run(net(), text(50), segment=SEGMENT, intervention=cut(ranks[i]))
+    batch = run(net(), rows, segment=SEGMENT, max_length=ROOM, intervention=cut(ranks))
+    for i in range(3):
+        solo = run(net(), text(50), segment=SEGMENT, max_length=ROOM, intervention=cut(ranks[i]))
         np.testing.assert_allclose(batch.losses[i], solo.losses[0], rtol=0, atol=2e-5)
     losses = batch.losses[:, 20:]
-    assert min(np.abs(losses[i] - losses[j]).max() for i in range(4) for j in range(i)) > 1e-3
+    assert min(np.abs(losses[i] - losses[j]).max() for i in range(3) for j in range(i)) > 1e-3
 
 
 def test_records_have_an_entry_for_each_boundary():
@@ -190,27 +197,26 @@ def test_a_text_of_one_segment_has_no_boundary():
 
 def test_one_program_for_each_shape_whatever_the_ranks_and_the_text():
     segment, boundary = segments._segment._cache_size, segments._boundary._cache_size
-    rows = packed((52, 40))
-
-    def sweep(**changes):
-        for ranks in (1, 2, np.array([[[1]], [[8]]])):
-            cut = Truncate(ranks, method="eigh", max_rank=2)
-            run(net(), rows, lengths=np.array([52, 40]), **({"segment": 13, "intervention": cut} | changes))
-
     before = segment(), boundary()
-    sweep()
+    for ranks, lengths in ((1, (52, 40)), (2, (60, 9)), (np.array([[[1]], [[8]]]), (17, 2))):
+        run(
+            net(),
+            packed(lengths),
+            segment=SEGMENT,
+            lengths=np.array(lengths),
+            max_length=ROOM,
+            intervention=Truncate(ranks, method="eigh", max_rank=2),
+        )
     assert (segment() - before[0], boundary() - before[1]) == (1, 1)
-    sweep(intervention=None)
-    sweep(intervention=Truncate(3, method="svd"))
+    for cut in (None, Truncate(3, method="svd")):
+        run(net(), packed((52, 40)), segment=SEGMENT, max_length=ROOM, intervention=cut)
     assert segment() - before[0] == 1
-    sweep(segment=26)
-    assert segment() - before[0] == 2
 
 
 def test_forward_is_compiled_once_for_each_shape():
-    carry, before = init_carry(net(), 1, 64), segments._forward._cache_size()
+    carry, before = init_carry(net(), 1, SHORT_ROOM + 1), segments._forward._cache_size()
     for i in range(3):
-        _, carry = forward(net(), jnp.asarray(text(11, seed=i)), carry)
+        _, carry = forward(net(), jnp.asarray(text(7, seed=i)), carry)
     assert segments._forward._cache_size() - before == 1
 
 
@@ -251,8 +257,7 @@ def test_no_array_of_a_run_grows_with_text_times_words():
         m.config, nnx.state(m), carry, ids, ids, length
     )
     with_words = [int(np.prod(shape)) for shape in sizes(program.jaxpr) if 97 in shape]
-    assert SEGMENT * 97 in with_words
-    assert max(with_words) == max(SEGMENT, 44) * 97  # logits, and the embedding transposed
+    assert max(with_words) == SEGMENT * 97
 
 
 # What is not finite
@@ -266,6 +271,13 @@ def broken(path, value=jnp.nan, *, layer=None):
         at = getattr(at, name)
     parameter = getattr(at, path[-1])
     parameter[...] = parameter[...].at[(0,) * parameter[...].ndim].set(value)
+    return made
+
+
+def with_a_broken_word(word):
+    """Its embedding is infinite; the head, which every token reads, is not."""
+    made = fresh_model(layer_kinds=KINDS, tied=False)
+    made.embed[...] = made.embed[...].at[word].set(jnp.inf)
     return made
 
 
@@ -285,13 +297,11 @@ def test_a_nan_is_told_with_its_layer(layer, path, where):
 
 
 def test_an_infinity_is_told_with_its_row_and_segment():
-    """A bad embedding that only the second text holds, from its third segment on."""
-    m = broken(("embed",), jnp.inf)
-    m.embed[...] = jnp.where(jnp.arange(97)[:, None] == 95, jnp.inf, net().embed[...])
-    rows = packed((N, N))
+    """A word that only the second text holds, in its third segment."""
+    rows = packed((N, N, N))
     rows[1, 40] = 95
     with pytest.raises(NonFiniteError, match="the embedding, in row 1, tokens 32 to 47"):
-        run(m, rows, segment=SEGMENT, max_length=ROOM)
+        run(with_a_broken_word(95), rows, segment=SEGMENT, max_length=ROOM)
 
 
 class Poison:
@@ -308,51 +318,55 @@ class Poison:
 
 def test_a_broken_state_is_told_with_its_layer_row_and_segment():
     with pytest.raises(NonFiniteError, match=r"layer 2 \(linear\), in row 1, tokens 32 to 47"):
-        run(net(), packed((50, 50)), segment=SEGMENT, max_length=ROOM, intervention=Poison())
+        run(net(), packed((50, 50, 50)), segment=SEGMENT, max_length=ROOM, intervention=Poison())
 
 
 def test_a_text_that_has_ended_is_not_blamed_for_what_follows_it():
-    """The padding after a row's text is a token whose embedding is broken; no text holds it."""
-    m = fresh_model(layer_kinds=KINDS)
-    m.embed[...] = m.embed[...].at[0].set(jnp.inf)
-    rows = np.maximum(packed(), 1)
-    losses = run(m, rows, segment=SEGMENT, lengths=np.array(LENGTHS), max_length=ROOM).losses
-    np.testing.assert_array_equal(np.isfinite(losses), np.arange(N - 1) < np.array(LENGTHS)[:, None] - 1)
+    """What follows is a word that breaks every text which holds it; none does."""
+    lengths = np.array(LENGTHS)
+    rows = packed(filler=95)
+    losses = run(with_a_broken_word(95), rows, segment=SEGMENT, lengths=lengths, max_length=ROOM).losses
+    np.testing.assert_array_equal(np.isfinite(losses), np.arange(N - 1) < lengths[:, None] - 1)
 
 
 # One call of the model
 
 
+@cache
+def started():
+    """The carry of two texts after 11 tokens each."""
+    return forward(net(), jnp.asarray(packed((11, 11))), init_carry(net(), 2, SHORT_ROOM))[1]
+
+
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_padding_on_either_side_changes_neither_logits_nor_carry(side):
-    """Rows of 10 and of 7 tokens among 14, after a first segment; positions count per row."""
-    _, start = forward(net(), jnp.asarray(packed((11, 11))), init_carry(net(), 2, 64))
+    """Rows of 11 and of 7 tokens among 14; positions count per row."""
     mask = np.zeros((2, 14), bool)
-    for row, length in enumerate((10, 7)):
+    for row, length in enumerate((11, 7)):
         first = {"left": 14 - length, "right": 0, "both": 2}[side]
         mask[row, first : first + length] = True
     ids = np.full((2, 14), 96)
-    ids[mask] = np.concatenate([text(10, seed=8)[0], text(7, seed=9)[0]])
-    logits, carry = forward(net(), jnp.asarray(ids), start, jnp.asarray(mask))
-    np.testing.assert_array_equal(carry.position, [21, 18])
-    for row, length in enumerate((10, 7)):
-        alone, after = forward(net(), jnp.asarray(text(length, seed=8 + row)), jax.tree.map(lambda a: a[row : row + 1], start))
+    ids[mask] = np.concatenate([text(11, seed=8)[0], text(7, seed=9)[0]])
+    logits, carry = forward(net(), jnp.asarray(ids), started(), jnp.asarray(mask))
+    np.testing.assert_array_equal(carry.position, [22, 18])
+    for row, length in enumerate((11, 7)):
+        start = jax.tree.map(lambda a, row=row: a[row : row + 1], started())
+        alone, after = forward(net(), jnp.asarray(text(length, seed=8 + row)), start)
         assert relative_error(logits[row][mask[row]], alone[0]) < 1e-5
         for a, b in zip(jax.tree.leaves(carry), jax.tree.leaves(after), strict=True):
             assert relative_error(a[row], b[0]) < 1e-5
 
 
 def test_a_row_of_padding_alone_leaves_its_carry_as_it_was():
-    _, start = forward(net(), jnp.asarray(packed((11, 11))), init_carry(net(), 2, 64))
-    mask = jnp.asarray(np.arange(14) < np.array([[14], [0]]))
-    _, carry = forward(net(), jnp.asarray(packed((14, 14))), start, mask)
-    for a, b in zip(leaves(carry), leaves(start), strict=True):
+    mask = jnp.asarray(np.arange(14) < np.array([[11], [0]]))
+    _, carry = forward(net(), jnp.asarray(packed((14, 14))), started(), mask)
+    for a, b in zip(leaves(carry), leaves(started()), strict=True):
         np.testing.assert_array_equal(a[1], b[1])
 
 
 def test_a_carry_stays_valid_after_its_use():
     """Two branches from one carry, the second equal to the first; nothing of the user's is donated."""
-    _, carry = forward(net(), jnp.asarray(text(11)), init_carry(net(), 1, 64))
+    _, carry = forward(net(), jnp.asarray(text(11)), init_carry(net(), 1, SHORT_ROOM))
     before = leaves(carry)
     first, second = (forward(net(), jnp.asarray(text(11, seed=1)), carry) for _ in range(2))
     np.testing.assert_array_equal(first[0], second[0])
@@ -362,9 +376,8 @@ def test_a_carry_stays_valid_after_its_use():
 
 def test_the_carry_of_a_run_can_be_used_on():
     done = run(net(), text(48), segment=SEGMENT, max_length=ROOM, intervention=Truncate(8, method="svd"))
-    logits, _ = forward(net(), jnp.asarray(text()[:, 48:]), done.carry)
-    whole, _ = forward(net(), jnp.asarray(text()), init_carry(net(), 1, ROOM))
-    assert relative_error(logits, whole[:, 48:]) < 1e-5
+    logits, _ = forward(net(), jnp.asarray(text()[:, 48:64]), done.carry)
+    assert relative_error(logits, whole()[0][:, 48:64]) < 1e-5
 
 
 def test_a_runs_ranks_are_not_taken_from_its_caller():
@@ -401,7 +414,7 @@ def test_ids_behind_a_text_are_not_looked_at():
     np.testing.assert_array_equal(losses, expected)
 
 
-@pytest.mark.parametrize("ids", [np.array([[1.0, 2.0]]), np.array([1, 2]), np.zeros((0, 5), int), np.array(3)], ids=str)
+@pytest.mark.parametrize("ids", [np.array([[1.0, 2.0]]), np.array([1, 2]), np.zeros((0, 5), int), np.array(3)], ids=repr)
 def test_what_is_no_batch_of_ids_is_refused(ids):
     with pytest.raises(ValueError, match="tokens"):
         run(net(), ids, segment=SEGMENT)
@@ -430,14 +443,13 @@ def test_a_run_that_makes_no_sense_is_refused(length, options, message):
 
 def test_more_tokens_than_the_carry_has_room_for_are_refused():
     """Counted from what each row has consumed; padding needs no room."""
-    ids = jnp.asarray(packed((9, 9)))
-    _, carry = forward(net(), ids, init_carry(net(), 2, 16))
-    with pytest.raises(ValueError, match="18 tokens do not fit the carry's max_length = 16"):
-        forward(net(), ids, carry)
-    with pytest.raises(ValueError, match="17 tokens do not fit"):
-        forward(net(), ids, carry, jnp.arange(9) < jnp.array([[7], [8]]))
-    _, carry = forward(net(), ids, carry, jnp.arange(9) < jnp.array([[7], [0]]))
-    np.testing.assert_array_equal(carry.position, [16, 9])
+    ids, mask = jnp.asarray(packed((14, 14))), np.arange(14) < np.array([[11], [0]])
+    with pytest.raises(ValueError, match="25 tokens do not fit the carry's max_length = 22"):
+        forward(net(), ids, started())
+    with pytest.raises(ValueError, match="23 tokens do not fit"):
+        forward(net(), ids, started(), jnp.asarray(np.roll(mask, 1, axis=0) | (np.arange(14) < 12)))
+    _, carry = forward(net(), ids, started(), jnp.asarray(mask))
+    np.testing.assert_array_equal(carry.position, [22, 11])
 
 
 def test_a_batch_that_is_not_the_carrys_is_refused():

@@ -223,10 +223,10 @@ def _check_tensors(folder: Path, tensors: TensorFiles, stored: dict[qwen3_5.Entr
 
 
 def _parameter(tensors: TensorFiles, name: str, shape: tuple[int, ...], dtype) -> jax.Array:
-    array = jnp.asarray(tensors.read(name).reshape(shape)).astype(dtype)
-    if not bool(jnp.all(jnp.isfinite(array))):
-        raise CheckpointError(f"{name} holds NaN or infinity{' in ' + str(dtype) if dtype != jnp.float32 else ''}")
-    return array
+    array = tensors.read(name).reshape(shape).astype(dtype, copy=False)  # on the host: nothing to compile
+    if not np.isfinite(array).all():
+        raise CheckpointError(f"{name} holds NaN or infinity{'' if dtype == jnp.float32 else f' in {dtype}'}")
+    return jnp.asarray(array)
 
 
 def _read_tokenizer(folder: Path, config: Qwen3_5Config) -> Tokenizer | None:
