@@ -1,121 +1,76 @@
 """Command line: arguments to one call."""
 
+import argparse
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    help="Recurrent states of delta-rule language models: run in segments, cut, measured.",
-)
-console = Console()
-
-ModelName = Annotated[str, typer.Argument(help="Embedded model, folder in Hugging Face's format, or hub id (owner/name).")]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16, of parameters and activations; states are f32 in any case.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-Segment = Annotated[int, typer.Option(help="Tokens between two boundaries.")]
+MODEL_HELP = "embedded model, folder in Hugging Face's format, or hub id (owner/name)"
+DEFAULT_RANKS = (1, 2, 4, 8, 12, 16, 32)
 
 
-@app.command("sweep")
-def sweep_command(
-    model: ModelName = "control",
-    documents: Annotated[
-        list[Path] | None,
-        typer.Option(help="Plain text, one document a file, or .jsonl, one a line. Default: the embedded held-out ones."),
-    ] = None,
-    ranks: Annotated[
-        str | None, typer.Option(help="Directions kept, e.g. 1,4,12,32. Default: 1, 2, 4, 8, 12, 16, 32 below min(K, V).")
-    ] = None,
-    segment: Segment = 256,
-    dtype: Dtype = "float32",
-    out: Annotated[
-        Path | None, typer.Option(help="Results folder; the same command continues it. Default: results/sweep-MODEL.")
-    ] = None,
-    scope: Annotated[str, typer.Option(help="all: cut every head at once; layer or head: one at a time.")] = "all",
-    copy_gap: Annotated[int, typer.Option(help="Copy tokens end a bigram seen more than this many tokens earlier.")] = 512,
-    method: Annotated[str | None, typer.Option(help="subspace, eigh or svd. Default: by rank.")] = None,
-    batch: Annotated[
-        int | None, typer.Option(help="Rows (document x rank) run together. Default: what fits the memory.")
-    ] = None,
-    revision: Revision = None,
-) -> None:
-    """Cut every carried state to r singular directions at each boundary, and print what the model loses."""
+def sweep_command(arguments: argparse.Namespace, console: Console) -> None:
+    """Run a sweep and print its table."""
     from jaxdelta.analysis.sweep import sweep
     from jaxdelta.checkpoints import load
     from jaxdelta.report import sweep as report
     from jaxdelta.tasks.documents import embedded_texts, read_texts
 
-    texts = read_texts(documents) if documents else embedded_texts()
-    out = out or Path("results") / f"sweep-{Path(model).name}"
-    loaded = load(model, dtype=dtype, revision=revision)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("compiling and running segments", total=None)
+    texts = read_texts(arguments.documents) if arguments.documents else embedded_texts()
+    out = arguments.out or Path("results") / f"sweep-{Path(arguments.model).name}"
+    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
+    ranks = arguments.ranks or [r for r in DEFAULT_RANKS if r < model.config.max_rank]
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("running segments (the first compiles)", total=None)
         rows = sweep(
-            loaded,
+            model,
             texts,
-            ranks=_ranks(ranks, loaded.config.max_rank),
-            segment=segment,
-            scope=scope,
-            copy_gap=copy_gap,
-            method=method,
-            batch=batch,
+            ranks=ranks,
+            segment=arguments.segment,
+            scope=arguments.scope,
+            copy_gap=arguments.copy_gap,
+            method=arguments.method,
+            batch=arguments.batch,
             out=out,
-            name=model,
+            name=arguments.model,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     console.print(report.table(rows))
     figures = report.write_figure(rows, out)
-    console.print(
-        f"Rows, manifest and figure: {out}/ (rows.csv, rows.parquet, manifest.json, {figures[0].name})", soft_wrap=True
-    )
+    names = ", ".join(["rows.csv", "rows.parquet", "manifest.json", *(file.name for file in figures)])
+    console.print(f"Written to {out}: {names}", soft_wrap=True, highlight=False)
 
 
-@app.command("info")
-def info_command(
-    model: ModelName,
-    segment: Segment = 256,
-    max_length: Annotated[int, typer.Option(help="Tokens of the longest text.")] = 16384,
-    revision: Revision = None,
-) -> None:
-    """Say what a checkpoint is, what would be loaded, and how much memory a run needs."""
+def info_command(arguments: argparse.Namespace, console: Console) -> None:
+    """Describe a checkpoint."""
     from jaxdelta.checkpoints import inspect
     from jaxdelta.memory import gib, run_memory
 
-    info = inspect(model, revision=revision)
+    info = inspect(arguments.model, revision=arguments.revision)
     c = info.config
-    attention = c.num_layers - len(c.linear_layers)
+    linear, attention = len(c.linear_layers), c.num_layers - len(c.linear_layers)
     ignored = ", ".join(f"{len(names)} of {group}" for group, names in info.ignored.items()) or "none"
+    stored = ", ".join(f"{count} in {kind}" for kind, count in info.stored_dtypes.items())
     about = {
         "folder": str(info.folder) + (f" (revision {info.revision})" if info.revision else ""),
-        "architecture": f"Qwen3.5 text model, {c.num_layers} layers: "
-        f"{len(c.linear_layers)} Gated DeltaNet, {attention} attention",
-        "states": f"{len(c.linear_layers)} x {c.num_value_heads} heads of {c.key_dim} x {c.value_dim} (K x V), "
-        f"{c.num_key_heads} key heads",
+        "architecture": f"Qwen3.5 text model, {c.num_layers} layers: {linear} Gated DeltaNet, {attention} attention",
+        "states": f"{linear} layers x {c.num_value_heads} heads of {c.key_dim} x {c.value_dim} (K x V)",
         "width, MLP, vocabulary": f"{c.width}, {c.mlp_width}, {c.vocab_size} ({'tied' if c.tied else 'untied'} head)",
-        "parameters": f"{info.num_parameters:,} in {info.num_tensors} tensors, stored as "
-        + ", ".join(f"{kind} x {count}" for kind, count in info.stored_dtypes.items()),
+        "parameters": f"{info.num_parameters:,} in {info.num_tensors} tensors: {stored}",
         "ignored tensors": ignored,
-        "tokenizer": "tokenizer.json" if info.has_tokenizer else "none; give documents as token ids through the library",
+        "tokenizer": "tokenizer.json" if info.has_tokenizer else "none: documents can only be given as ids, in Python",
     }
     for dtype in ("float32", "bfloat16"):
-        needed = run_memory(c, dtype=dtype, segment=segment, max_length=max_length)
+        needed = run_memory(c, dtype=dtype, segment=arguments.segment, max_length=arguments.max_length)
         about[f"memory, {dtype}"] = (
-            f"{gib(needed.total(1))} for one row of {max_length:,} tokens: parameters {gib(needed.parameters)}, "
-            f"carry {gib(needed.row_carry)} and work {gib(needed.row_work)} a row, logits {gib(needed.logits)}"
+            f"{gib(needed.total(1))} for a row of {arguments.max_length:,} tokens: parameters {gib(needed.parameters)}, "
+            f"logits {gib(needed.logits)}; for each row carry {gib(needed.row_carry)}, work {gib(needed.row_work)}"
         )
     view = Table(show_header=False, box=None)
     for name, value in about.items():
@@ -123,22 +78,95 @@ def info_command(
     console.print(view)
 
 
-def _ranks(text: str | None, full: int) -> list[int]:
-    if text is None:
-        return [r for r in (1, 2, 4, 8, 12, 16, 32) if r < full]
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    top = argparse.ArgumentParser(
+        prog="jaxdelta", description="Recurrent states of delta-rule language models: run in segments, cut, measured."
+    )
+    commands = top.add_subparsers(title="commands", required=True)
+
+    cut = commands.add_parser(
+        "sweep",
+        help="cut every carried state to r directions and print what the model loses",
+        description="Cut every carried state to r singular directions at each boundary, and print what the model loses.",
+    )
+    cut.set_defaults(call=sweep_command)
+    cut.add_argument("model", nargs="?", default="control", help=f"{MODEL_HELP}; default: control")
+    cut.add_argument(
+        "--documents",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="plain text, one document a file, or .jsonl, one a line (a string, or an object with a string 'text'); "
+        "default: the embedded held-out documents",
+    )
+    cut.add_argument(
+        "--ranks",
+        type=_ranks,
+        metavar="R,R,...",
+        help="directions kept, 1 to min(K, V); the untouched model is always run; "
+        f"default: those of {','.join(map(str, DEFAULT_RANKS))} below min(K, V)",
+    )
+    cut.add_argument("--segment", type=int, default=256, help="tokens between two boundaries; default: 256")
+    cut.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of parameters and activations; gates, norms and states are float32 in any case; default: float32",
+    )
+    cut.add_argument("--out", type=Path, help="results folder; the same command continues it; default: results/sweep-MODEL")
+    cut.add_argument(
+        "--scope",
+        choices=("all", "layer", "head"),
+        default="all",
+        help="cut every head of every linear layer at once, one layer at a time, or one head at a time; default: all",
+    )
+    cut.add_argument(
+        "--copy-gap",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="a copy token ends a bigram that occurred more than this many tokens earlier; default: 512",
+    )
+    cut.add_argument(
+        "--method",
+        choices=("subspace", "eigh", "svd"),
+        help="of the truncation; default: subspace iteration for ranks up to a quarter of min(K, V), else eigh",
+    )
+    cut.add_argument(
+        "--batch", type=int, metavar="ROWS", help="rows (document x rank) run together; default: what fits the memory"
+    )
+    cut.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
+
+    info = commands.add_parser(
+        "info",
+        help="say what a checkpoint is and what a run needs",
+        description="Say what a checkpoint is, what would be loaded, and how much memory a run needs.",
+    )
+    info.set_defaults(call=info_command)
+    info.add_argument("model", help=MODEL_HELP)
+    info.add_argument("--segment", type=int, default=256, help="tokens between two boundaries; default: 256")
+    info.add_argument("--max-length", type=int, default=16384, help="tokens of the longest text; default: 16384")
+    info.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
+    return top
+
+
+def _ranks(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"ranks {text!r}: expected whole numbers with commas, e.g. 1,4,12,32") from None
+        raise argparse.ArgumentTypeError(f"{text!r}; expected whole numbers with commas, e.g. 1,4,12,32") from None
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is told in a line, without a traceback."""
+    arguments = parser().parse_args(argv)
     try:
-        app()
+        arguments.call(arguments, Console())
     except (ValueError, OSError, MemoryError) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
         sys.exit(1)
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the same command continues with what is missing")
-        sys.exit(130)
+        print("interrupted; the same command continues with what is missing", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(130)  # the device may still be computing; nothing that matters is left to clean up

@@ -8,7 +8,7 @@ Every row of the batch is a world of its own: a document under its own rank arra
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,7 @@ from jaxdelta.models.qwen3_5 import Carry, states, with_states
 from jaxdelta.ops import low_rank
 
 
+@runtime_checkable
 class Intervention(Protocol):
     """What a segmented run asks of an intervention."""
 

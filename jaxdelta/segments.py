@@ -163,7 +163,7 @@ def _graphdef(config: Qwen3_5Config) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: Qwen3_5(config)))[0]
 
 
-def _model(config: Qwen3_5Config, params: nnx.State) -> Qwen3_5:
+def _model(config: Qwen3_5Config, params) -> Qwen3_5:
     """The module of a config around traced parameters; compiled functions are keyed by the config alone."""
     return nnx.merge(_graphdef(config), params)
 

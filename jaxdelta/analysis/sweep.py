@@ -100,6 +100,10 @@ def sweep(
         ValueError: ranks, documents or segment out of bounds; ``ResultsError``, ``NonFiniteError`` and ``MemoryError`` of
             the modules that raise them.
     """
+    if segment < 1 or copy_gap < 0 or (batch is not None and batch < 1):
+        raise ValueError(
+            f"segment = {segment}, copy_gap = {copy_gap}, batch = {batch}; expected at least 1 token, 0 tokens and 1 row"
+        )
     config = model.config
     documents = _as_documents(documents, model)
     worlds = make_worlds(config, ranks, scope)

@@ -23,7 +23,7 @@ eigh, the projector's part is dropped and P dS alone remains. :class:`Truncation
 """
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +100,8 @@ def truncation(
     max_rank = largest_rank(rank, full) if max_rank is None else max_rank
     check_ranks(rank, full, max_rank)
     method = method or choose_method(max_rank, full)
+    if method not in get_args(Method):
+        raise ValueError(f"method is {method!r}; expected one of {', '.join(get_args(Method))}")
     rank = jnp.broadcast_to(jnp.asarray(rank, jnp.int32), S.shape[:-2])
     S = S.astype(accumulation_dtype(S))
     if basis is None:

@@ -1,0 +1,301 @@
+"""The command line: what it prints and writes, and that a mistake costs a line and nothing else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+import typer
+
+import jaxdelta as jd
+from jaxdelta import cli
+from tests.tiny import hub_tensors, model, nested_json, text, tokenizer, tokens, write
+
+COMMANDS = typer.main.get_command(cli.app).commands
+
+# Runs commands one after another in one process, which imports the library as users do, without the tests' type checks.
+CHILD = """
+import contextlib, io, json, os, sys, traceback
+from jaxdelta.cli import main
+
+def call(arguments):
+    out, err, code, trace = io.StringIO(), io.StringIO(), 0, None
+    sys.argv = ["jaxdelta", *arguments]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as exit:
+            code = exit.code
+        except BaseException:
+            trace = traceback.format_exc()
+    return dict(code=code, out=out.getvalue(), err=err.getvalue(), trace=trace, made=os.path.exists("out-" + arguments[-1]))
+
+print(json.dumps({name: call(arguments) for name, arguments in json.load(sys.stdin).items()}))
+"""
+
+SWEEP = ("sweep", "model", "--documents", "a.txt", "--segment", "16", "--method", "svd")
+
+
+def to_out(name, *arguments):
+    return [*arguments, "--out", f"out-{name}"]
+
+
+# Arguments, and what the line must say.
+MISTAKES = {
+    "rank 0": ([*SWEEP, "--ranks", "0"], "ranks [0]: expected whole numbers from 1 to min(K, V) = 8"),
+    "rank 33": ([*SWEEP, "--ranks", "1,33"], "ranks [1, 33]: expected whole numbers from 1 to min(K, V) = 8"),
+    "rank -1": ([*SWEEP, "--ranks=-1"], "ranks [-1]"),
+    "ranks a,b": ([*SWEEP, "--ranks", "a,b"], "ranks 'a,b': expected whole numbers with commas"),
+    "ranks 1.5": ([*SWEEP, "--ranks", "1.5"], "ranks '1.5': expected whole numbers"),
+    "ranks 1,,2": ([*SWEEP, "--ranks", "1,,2"], "ranks '1,,2': expected whole numbers"),
+    "no ranks": ([*SWEEP, "--ranks", ""], "ranks '': expected whole numbers"),
+    "dtype": ([*SWEEP, "--dtype", "float16"], "dtype is 'float16'; expected one of float32, bfloat16"),
+    "scope": ([*SWEEP, "--scope", "heads"], "'heads'"),
+    "method": ([*SWEEP, "--method", "qr"], "'qr'"),
+    "segment 0": ([*SWEEP, "--segment", "0"], "segment is 0; expected at least 1"),
+    "segment -16": ([*SWEEP, "--segment=-16"], "segment is -16; expected at least 1"),
+    "segment too long": ([*SWEEP, "--segment", "1000000000000"], "a run of one row needs about"),
+    "batch 0": ([*SWEEP, "--batch", "0"], "batch is 0; expected at least 1"),
+    "batch -2": ([*SWEEP, "--batch=-2"], "batch is -2; expected at least 1"),
+    "copy gap -1": ([*SWEEP, "--copy-gap=-1"], "-1"),
+    "missing document": ([*SWEEP, "--documents", "nowhere.txt"], "nowhere.txt is missing"),
+    "document in brackets": ([*SWEEP, "--documents", "no[bold]where.txt"], "no[bold]where.txt is missing"),
+    "document in a closing tag": ([*SWEEP, "--documents", "no[/b]where.txt"], "no[/b]where.txt is missing"),
+    "empty document": ([*SWEEP, "--documents", "empty.txt"], "empty.txt is empty"),
+    "short document": ([*SWEEP, "--documents", "one.txt"], "one.txt has 1 tokens; at least 2"),
+    "binary document": ([*SWEEP, "--documents", "binary.txt"], "binary.txt is not UTF-8"),
+    "broken lines": ([*SWEEP, "--documents", "broken.jsonl"], "broken.jsonl, line 2: not JSON"),
+    "half a surrogate": ([*SWEEP, "--documents", "surrogate.jsonl"], "surrogate.jsonl"),
+    "folder of documents": ([*SWEEP, "--documents", "model"], "model is a folder"),
+    "document twice": ([*SWEEP, "--documents", "a.txt"], "a.txt is given twice"),
+    "no such model": (["sweep", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
+    "hub id without a network": (["sweep", "owner/name"], "owner/name is no local folder and could not be had from the hub"),
+    "model is a file": (["sweep", "a.txt"], "a.txt is a file; expected the folder"),
+    "no weights": (["sweep", "empty"], "config.json is missing"),
+    "broken weights": (["sweep", "broken"], "model.safetensors cannot be read"),
+    "info of nothing": (["info", "nowhere"], "nowhere is neither a folder"),
+    "info of broken weights": (["info", "broken"], "model.safetensors cannot be read"),
+    "info of a home that is none": (["info", "~a_user_that_is_none/x"], "~a_user_that_is_none/x"),
+    "info of segment 0": (["info", "model", "--segment", "0"], "segment is 0"),
+    "info of length 0": (["info", "model", "--max-length", "0"], "max_length"),
+    "info of length -7": (["info", "model", "--max-length=-7"], "max_length"),
+}
+FOLDERS = {
+    "results folder is a file": ([*SWEEP, "--out", "a.txt"], "results folder a.txt cannot be used: "),
+    "results folder below a file": ([*SWEEP, "--out", "a.txt/x"], "results folder a.txt/x cannot be used: "),
+    "results folder of another": ([*SWEEP, "--out", "foreign"], "foreign is not empty and has no manifest.json"),
+    "results of another run": ([*SWEEP, "--copy-gap", "9", "--out", "out-first"], "copy_gap is 8 there, 9 now"),
+}
+RUNS = {
+    "first": to_out("first", *SWEEP, "--ranks", "1,2", "--copy-gap", "8"),
+    "again": to_out("first", *SWEEP, "--ranks", "1,2", "--copy-gap", "8"),
+    "several documents": to_out(
+        "several", "sweep", "model", "--documents", "a.txt", "b.txt", "more.jsonl", "--ranks", "1", "--segment", "16"
+    ),
+    "option for each document": to_out("each", *SWEEP, "--documents", "b.txt", "--ranks", "1"),
+    "bf16": to_out("bf16", *SWEEP, "--ranks", "1", "--dtype", "bfloat16"),
+    "default folder": [*SWEEP, "--ranks", "1"],
+    "info": ["info", "model"],
+    "info of a hub folder": ["info", "hub", "--max-length", "100000"],
+    "sweep --help": ["sweep", "--help"],
+    "info --help": ["info", "--help"],
+    "--help": ["--help"],
+    "unknown option": ["sweep", "--rank", "1"],
+    "segment of letters": ["sweep", "--segment", "x"],
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with models, documents and what is none of them."""
+    folder = tmp_path_factory.mktemp("place")
+    jd.save(model(), folder / "model")
+    mtp = {"mtp.norm.weight": hub_tensors()["model.language_model.norm.weight"]}
+    tokenizer().save(str(write(folder / "hub", hub_tensors() | mtp, nested_json()) / "tokenizer.json"))
+    for name in ("empty", "foreign", "broken"):
+        (folder / name).mkdir()
+    write(folder / "broken", hub_tensors(), nested_json())
+    weights = folder / "broken" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (folder / "foreign" / "notes.txt").write_text("precious")
+    for name, ids in zip(("a.txt", "b.txt"), tokens(50, 33), strict=True):
+        (folder / name).write_text(text(ids))
+    contents = {
+        "more.jsonl": json.dumps({"text": text(tokens(40)[0])}),
+        "empty.txt": "",
+        "one.txt": "w1",
+        "broken.jsonl": '"w1 w2"\n{"text": "w1\n',
+        "surrogate.jsonl": '"w1 w2 \\ud800"',
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(content)
+    (folder / "binary.txt").write_bytes(bytes(range(256)))
+    return folder
+
+
+def environment():
+    return os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", "TERM": "dumb", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+@pytest.fixture(scope="module")
+def outcomes(place):
+    """What every command above printed, and its exit status, by name."""
+    commands = {name: arguments for name, arguments in RUNS.items()}
+    commands |= {name: to_out(name, *a) if a[0] == "sweep" else a for name, (a, _) in MISTAKES.items()}
+    commands |= {name: arguments for name, (arguments, _) in FOLDERS.items()}
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        cwd=place,
+        env=environment(),
+        timeout=250,
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("name", MISTAKES | FOLDERS)
+def test_a_mistake_is_told_in_a_line(outcomes, name):
+    """Status 1, one line on stderr that says what is wrong, no traceback."""
+    found, message = outcomes[name], (MISTAKES | FOLDERS)[name][1]
+    assert found["trace"] is None
+    assert found["code"] == 1
+    assert found["err"].startswith("error: ")
+    assert message in found["err"]
+    assert found["err"].count("\n") == 1
+    assert found["out"].strip() == ""
+
+
+@pytest.mark.parametrize("name", [name for name, (arguments, _) in MISTAKES.items() if arguments[0] == "sweep"])
+def test_a_mistake_leaves_no_results_folder(outcomes, place, name):
+    assert outcomes[name]["code"] != 0
+    assert not (place / f"out-{name}").exists()
+
+
+def test_what_was_in_the_way_is_left_as_it_was(outcomes, place):
+    assert (place / "foreign" / "notes.txt").read_text() == "precious"
+    assert (place / "a.txt").read_text() == text(tokens(50, 33)[0])
+
+
+@pytest.mark.parametrize(("name", "part"), [("unknown option", "--rank"), ("segment of letters", "--segment")])
+def test_usage_errors_name_the_option(outcomes, name, part):
+    assert outcomes[name]["trace"] is None
+    assert outcomes[name]["code"] == 2
+    assert part in outcomes[name]["err"]
+
+
+def test_running_out_of_device_memory_is_told_in_a_line(monkeypatch, capsys, place):
+    """XLA's own error, which is no MemoryError."""
+
+    def exhausted(*arguments, **keywords):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 624000000000 bytes.")
+
+    monkeypatch.setattr("jaxdelta.analysis.sweep.sweep", exhausted)
+    monkeypatch.setattr(sys, "argv", ["jaxdelta", "sweep", str(place / "model"), "--documents", str(place / "a.txt")])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 1
+    assert "Out of memory allocating 624000000000 bytes" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(place):
+    """Ctrl-C once the first part is there."""
+    (place / "many.jsonl").write_text("\n".join(json.dumps(text(ids)) for ids in tokens(*[50] * 300)))
+    command = [*to_out("interrupted", *SWEEP), "--ranks", "1", "--documents", "many.jsonl", "--batch", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from jaxdelta.cli import main; main()", *command],
+        cwd=place,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    parts, deadline = place / "out-interrupted" / "parts", time.monotonic() + 200
+    while not (parts / "0000.parquet").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "the same command continues" in err
+    assert "Traceback" not in err
+    assert (parts / "0000.parquet").exists()
+
+
+# What is printed and written
+
+
+@pytest.mark.parametrize("name", ["first", "several documents", "option for each document", "bf16", "default folder"])
+def test_a_sweep_prints_a_row_for_each_rank(outcomes, name):
+    found = outcomes[name]
+    assert (found["code"], found["trace"], found["err"]) == (0, None, "")
+    printed = [line.split()[0] for line in found["out"].splitlines() if line.split() and line.split()[0].isdigit()]
+    assert printed == (["8", "2", "1"] if name == "first" else ["8", "1"])
+    assert max(map(len, found["out"].splitlines()[:-1])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "count"),
+    [
+        ("first", "out-first", 1),
+        ("several documents", "out-several", 3),
+        ("option for each document", "out-each", 2),
+        ("default folder", "results/sweep-model", 1),
+    ],
+)
+def test_a_sweep_writes_rows_manifest_and_figure_where_it_says(outcomes, place, name, folder, count):
+    assert f"{folder}/" in outcomes[name]["out"]
+    assert {file.name for file in (place / folder).iterdir()} >= {
+        "rows.csv",
+        "rows.parquet",
+        "manifest.json",
+        "loss_by_rank.png",
+    }
+    rows = (place / folder / "rows.csv").read_text().splitlines()
+    assert len(rows) == 1 + count * (3 if name == "first" else 2)
+
+
+def test_the_same_command_again_prints_the_same(outcomes):
+    assert outcomes["again"]["out"] == outcomes["first"]["out"]
+    assert outcomes["again"]["code"] == 0
+
+
+def test_the_manifest_pins_model_documents_and_options(outcomes, place):
+    configuration = json.loads((place / "out-bf16" / "manifest.json").read_text())["configuration"]
+    assert (configuration["model"], configuration["dtype"], configuration["ranks"]) == ("model", "bfloat16", [1, 8])
+    assert configuration["weights"].keys() == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert "a.txt" in json.dumps(configuration["documents"])
+
+
+def test_info_says_what_a_checkpoint_is_and_needs(outcomes):
+    found = outcomes["info of a hub folder"]
+    assert (found["code"], found["err"]) == (0, "")
+    said = " ".join(found["out"].split())
+    assert "2 layers: 1 Gated DeltaNet, 1 attention" in said
+    assert "1 x 6 heads of 8 x 11 (K x V), 2 key heads" in said
+    assert "44, 59, 97 (tied head)" in said
+    assert f"{sum(a.size for a in hub_tensors().values()):,} in 27 tensors, stored as BF16 x 25, F32 x 2" in said
+    assert "1 of multi-token prediction" in said
+    assert "for one row of 100,000 tokens" in said
+    assert "tokenizer.json" in said
+
+
+@pytest.mark.parametrize("command", ["sweep", "info"])
+def test_help_explains_every_option(outcomes, command):
+    said = outcomes[f"{command} --help"]["out"]
+    for parameter in COMMANDS[command].params:
+        if parameter.name != "help":
+            assert parameter.help, parameter.name
+            assert parameter.param_type_name == "argument" or parameter.opts[0] in said
+
+
+def test_help_names_the_commands(outcomes):
+    assert all(command in outcomes["--help"]["out"] for command in COMMANDS)

@@ -1,0 +1,55 @@
+"""The embedded control model is what its card says, and shows what a cut of the carried state costs."""
+
+import hashlib
+import re
+
+import numpy as np
+import pytest
+
+import jaxdelta as jd
+from jaxdelta.checkpoints import ASSETS
+from jaxdelta.segments import run
+from jaxdelta.tasks.documents import embedded_texts, tokenize
+
+CARD = (ASSETS / "control" / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def control():
+    return jd.load("control")
+
+
+def test_checksums_are_those_of_the_card():
+    sums = dict(re.findall(r"\| (\S+) \| ([0-9a-f]{64}) \|", CARD))
+    files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (ASSETS / "control").iterdir()}
+    assert {name: files[name] for name in sums} == sums
+    assert set(sums) == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_it_is_small_hybrid_three_to_one_and_has_states_of_at_least_32(control):
+    assert (ASSETS / "control" / "model.safetensors").stat().st_size < 8e6
+    kinds = control.config.layer_kinds
+    assert kinds.count("linear") == 3 * kinds.count("attention")
+    assert control.config.max_rank >= 32
+    assert 2048 <= control.tokenizer.get_vocab_size() <= 4096
+
+
+def test_tokenizer_inverts_on_any_text(control):
+    text = "Thou ‘shalt’ not é\n\n\tdivide 0x7f by — zero 日本語 🙂"
+    assert control.tokenizer.decode(control.tokenizer.encode(text).ids) == text
+
+
+def test_it_predicts_held_out_text_better_than_a_compressor_and_worse_when_its_states_are_cut(control):
+    """xz -9e needs at least 2.2 bits a byte for every held-out document; rank 1 costs more than rank 8."""
+    name, text = "daniel_1_4", embedded_texts()["daniel_1_4"]
+    tokens = tokenize({name: text}, control.tokenizer)[0].tokens[None, :3000]
+    num_bytes = len(control.tokenizer.decode(tokens[0]).encode())
+
+    def bits_per_byte(rank):
+        cut = None if rank is None else jd.Truncate(rank)
+        return float(np.sum(run(control, tokens, intervention=cut).losses, dtype=np.float64)) / np.log(2) / num_bytes
+
+    untouched, one, eight = bits_per_byte(None), bits_per_byte(1), bits_per_byte(8)
+    assert untouched < 2.2
+    assert untouched == pytest.approx(bits_per_byte(control.config.max_rank), abs=1e-6)
+    assert one > eight > untouched - 1e-3
