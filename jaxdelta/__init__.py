@@ -1,5 +1,11 @@
 """Gated DeltaNet in JAX: segmented runs, truncation of the carried state, and what it costs. The contents page."""
 
+import os
+
+# XLA spreads a batch of factorizations over the cores; threads of OpenBLAS below it wait for one another, and on a busy machine
+# made small ones 250 times slower. OpenBLAS reads this when the first of them is compiled.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from jaxdelta.analysis.sweep import sweep
 from jaxdelta.checkpoints import CheckpointError, embedded_models, inspect, load, save
 from jaxdelta.interventions import Truncate

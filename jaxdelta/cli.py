@@ -5,12 +5,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
+import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-MODEL_HELP = "embedded model, folder in Hugging Face's format, or hub id (owner/name)"
+MODEL_HELP = "embedded model, folder in Hugging Face's format, or hub id (owner/name, downloaded whole)"
 DEFAULT_RANKS = (1, 2, 4, 8, 12, 16, 32)
 
 
@@ -33,7 +36,6 @@ def sweep_command(arguments: argparse.Namespace, console: Console) -> None:
             texts,
             ranks=ranks,
             segment=arguments.segment,
-            scope=arguments.scope,
             copy_gap=arguments.copy_gap,
             method=arguments.method,
             batch=arguments.batch,
@@ -44,7 +46,7 @@ def sweep_command(arguments: argparse.Namespace, console: Console) -> None:
     console.print(report.table(rows))
     figures = report.write_figure(rows, out)
     names = ", ".join(["rows.csv", "rows.parquet", "manifest.json", *(file.name for file in figures)])
-    console.print(f"Written to {out}: {names}", soft_wrap=True, highlight=False)
+    console.print(f"Written to {escape(str(out))}: {names}", soft_wrap=True, highlight=False)
 
 
 def info_command(arguments: argparse.Namespace, console: Console) -> None:
@@ -74,7 +76,7 @@ def info_command(arguments: argparse.Namespace, console: Console) -> None:
         )
     view = Table(show_header=False, box=None)
     for name, value in about.items():
-        view.add_row(f"[bold]{name}", value)
+        view.add_row(f"[bold]{name}", escape(value))
     console.print(view)
 
 
@@ -116,12 +118,6 @@ def parser() -> argparse.ArgumentParser:
     )
     cut.add_argument("--out", type=Path, help="results folder; the same command continues it; default: results/sweep-MODEL")
     cut.add_argument(
-        "--scope",
-        choices=("all", "layer", "head"),
-        default="all",
-        help="cut every head of every linear layer at once, one layer at a time, or one head at a time; default: all",
-    )
-    cut.add_argument(
         "--copy-gap",
         type=int,
         default=512,
@@ -158,14 +154,22 @@ def _ranks(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}; expected whole numbers with commas, e.g. 1,4,12,32") from None
 
 
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    sys.exit(1)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is told in a line, without a traceback."""
     arguments = parser().parse_args(argv)
     try:
         arguments.call(arguments, Console())
     except (ValueError, OSError, MemoryError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
-        sys.exit(1)
+        _fail(str(error))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _fail(f"the device ran out of memory; take a smaller --batch and another --out ({str(error).splitlines()[0]})")
     except KeyboardInterrupt:
         print("interrupted; the same command continues with what is missing", file=sys.stderr)
         sys.stderr.flush()

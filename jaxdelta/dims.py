@@ -14,18 +14,20 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 # Plain f32 products are TF32 on current GPUs: 1e-3 of relative error, which hides the small singular directions.
 HIGHEST = jax.lax.Precision.HIGHEST
 
-Tokens: TypeAlias = Int[Array, "B T"]
-Mask: TypeAlias = Bool[Array, "B T"]
-Keys: TypeAlias = Float[Array, "B T H K"]
-Values: TypeAlias = Float[Array, "B T H V"]
-Gates: TypeAlias = Float[Array, "B T H"]
-State: TypeAlias = Float[Array, "B H K V"]
-Matrices: TypeAlias = Float[Array, "*batch K V"]
+AnyArray: TypeAlias = Array | np.ndarray
+Tokens: TypeAlias = Int[AnyArray, "B T"]
+Mask: TypeAlias = Bool[AnyArray, "B T"]
+Keys: TypeAlias = Float[AnyArray, "B T H K"]
+Values: TypeAlias = Float[AnyArray, "B T H V"]
+Gates: TypeAlias = Float[AnyArray, "B T H"]
+State: TypeAlias = Float[AnyArray, "B H K V"]
+Matrices: TypeAlias = Float[AnyArray, "*batch K V"]
 Spectrum: TypeAlias = Float[Array, "*batch R"]
 
 

@@ -43,18 +43,16 @@ class TruncateRecord(NamedTuple):
 
     Attributes:
         missed: Float[B], worst estimate over heads of the energy missed by the kept directions, over the energy kept.
-        not_smooth: Int[B], heads without a gap at their rank, where a truncation has no derivative.
-        rounds: Int[], rounds of subspace iteration.
+        rounds: Int[], rounds of subspace iteration; MAX_ROUNDS + 1 says that eigh took over.
     """
 
     missed: Array
-    not_smooth: Array
     rounds: Array
 
 
 @dataclass(frozen=True)
 class Truncate:
-    """Keep the leading singular directions of every state; the causal claim is about memory older than one segment.
+    """Keep the leading singular directions of every state; what a segment reads of the text before it is what it can claim.
 
     Attributes:
         rank: directions kept, an int array broadcast over [B, L, H] (rows, linear layers in depth order, value heads);
@@ -72,19 +70,16 @@ class Truncate:
 
     def start(self, carry: Carry) -> tuple["Truncate", TruncateMemory]:
         L, (B, H, K, V) = len(states(carry)), states(carry)[0].shape
-        max_rank = self.max_rank or low_rank.largest_rank(self.rank, min(K, V))
+        max_rank = low_rank.largest_rank(self.rank, min(K, V)) if self.max_rank is None else self.max_rank
         low_rank.check_ranks(self.rank, min(K, V), max_rank)
         method = self.method or low_rank.choose_method(max_rank, min(K, V))
         rank = np.moveaxis(np.broadcast_to(np.asarray(self.rank, np.int32), (B, L, H)), 0, 1)
         basis = low_rank.initial_basis((L, B, H, K, V), max_rank, method, states(carry)[0].dtype)
+        basis = basis if method == "subspace" else basis[..., :0]  # the exact methods start from nothing
         return replace(self, method=method, max_rank=max_rank), TruncateMemory(jnp.asarray(rank), basis)
 
     def __call__(self, carry: Carry, memory: TruncateMemory) -> tuple[Carry, TruncateMemory, TruncateRecord]:
         S = jnp.stack(states(carry))  # one call: several batched LAPACK calls in one program can deadlock a CPU
         cut = low_rank.truncation(S, memory.rank, method=self.method, max_rank=self.max_rank, basis=memory.basis)
-        record = TruncateRecord(
-            missed=jnp.max(cut.missed, axis=(0, 2)),
-            not_smooth=jnp.sum(~cut.smooth, axis=(0, 2)),
-            rounds=cut.rounds,
-        )
+        record = TruncateRecord(jnp.max(cut.missed, axis=(0, 2)), cut.rounds)
         return with_states(carry, list(cut.state)), TruncateMemory(memory.rank, cut.basis), record

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ class RunMemory:
 
     Attributes:
         parameters: of the model.
-        row_carry: of one row's carry: states, conv tails and key/value cache.
+        row_carry: of one row's carry: conv tails, key/value cache, and the states, of which a cut holds three copies.
         row_work: of one row's activations in a segment, at their peak.
         logits: of the largest block of logits, whatever the batch.
     """
@@ -32,12 +33,18 @@ class RunMemory:
     logits: int
 
     def total(self, rows: int) -> int:
-        """Of a run of ``rows`` rows. The states are held twice while they are cut."""
+        """Bytes of a run of ``rows`` rows."""
         return self.parameters + self.logits + rows * (self.row_carry + self.row_work)
 
 
 def run_memory(config: Qwen3_5Config, *, dtype: str, segment: int, max_length: int) -> RunMemory:
-    """Estimate from the sizes of the arrays that are alive together; ``max_length`` in tokens."""
+    """Estimate from the sizes of the arrays that are alive together; ``segment`` and ``max_length`` in tokens.
+
+    Raises:
+        ValueError: ``segment`` or ``max_length`` is below 1.
+    """
+    if segment < 1 or max_length < 1:
+        raise ValueError(f"segment = {segment} and max_length = {max_length}; expected at least 1 token each")
     model = nnx.eval_shape(lambda: Qwen3_5(config, dtype=jnp.dtype(dtype)))
     carry = jax.eval_shape(lambda: model.init_carry(1, max_length))
     c, size = config, jnp.dtype(dtype).itemsize
@@ -72,9 +79,15 @@ def rows_that_fit(memory: RunMemory, rows: int) -> int:
 
 
 def device_memory() -> int:
-    """Bytes of the default device; for a CPU those of the machine."""
+    """Bytes of the default device; for a CPU those of the machine, or of the container where it has fewer."""
     stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return machine
 
 
 def gib(size: int) -> str:

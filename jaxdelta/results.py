@@ -46,14 +46,14 @@ class Results:
     def __init__(self, folder: Path, configuration: dict[str, Any], plan: Any):
         self.folder = Path(folder)
         self._manifest = self.folder / "manifest.json"
-        configuration = json.loads(json.dumps(configuration | {"environment": environment()}))
+        configuration = json.loads(json.dumps(configuration | {"environment": environment(), "commit": commit()}))
         try:
             (self.folder / "parts").mkdir(parents=True, exist_ok=True)
             if self._manifest.exists():
                 self.manifest = self._read_manifest(configuration)
             else:
                 self._refuse_foreign_files()
-                self.manifest = {"configuration": configuration, "plan": plan, "commit": commit(), "started": _now()}
+                self.manifest = {"configuration": configuration, "plan": plan, "started": _now()}
                 self._write_manifest()
         except OSError as error:
             raise ResultsError(f"results folder {self.folder} cannot be used: {error.strerror}; choose another") from None
@@ -64,9 +64,18 @@ class Results:
         return self.manifest["plan"]
 
     def part(self, index: int) -> pa.Table | None:
-        """A finished part, None where it is still to do."""
+        """A finished part, None where it is still to do.
+
+        Raises:
+            ResultsError: the part cannot be read.
+        """
         file = self._part_file(index)
-        return pa_parquet.read_table(file) if file.exists() else None
+        if not file.exists():
+            return None
+        try:
+            return pa_parquet.read_table(file)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ResultsError(f"{file} cannot be read ({error}); remove it, and the same command makes it anew") from None
 
     def write_part(self, index: int, rows: pa.Table) -> None:
         """Keep a finished part."""
@@ -77,6 +86,8 @@ class Results:
         rows = pa.concat_tables([self.part(index) for index in range(count)])
         self._write(self.folder / "rows.parquet", lambda file: pa_parquet.write_table(rows, file))
         self._write(self.folder / "rows.csv", lambda file: pa_csv.write_csv(rows, file))
+        for unfinished in self.folder.glob("**/*.partial"):
+            unfinished.unlink()
         if "finished" not in self.manifest:
             self.manifest["finished"] = _now()
             self._write_manifest()
@@ -125,7 +136,8 @@ def environment() -> dict[str, str]:
     """Versions and device, which decide the last digits of a result."""
     device = jax.devices()[0]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return versions | {"python": platform.python_version(), "device": f"{device.platform} {device.device_kind}"}
+    where = {"device": f"{device.platform} {device.device_kind}", "cores": str(os.cpu_count())}
+    return versions | {"python": platform.python_version()} | where
 
 
 def commit() -> str | None:

@@ -24,7 +24,11 @@ LOGITS_AT_ONCE = 2**26  # entries of the largest block of logits, 256 MiB in f32
 
 
 class NonFiniteError(ValueError):
-    """A NaN or an infinity in the residual stream, a state or a logit; the message names where."""
+    """A NaN or an infinity in the residual stream, a state or a logit; the message names where, ``row`` the row."""
+
+    def __init__(self, message: str, row: int):
+        super().__init__(message)
+        self.row = row
 
 
 class Run(NamedTuple):
@@ -67,13 +71,15 @@ def forward(model: Qwen3_5, tokens: Tokens, carry: Carry, mask: Mask | None = No
     Raises:
         ValueError: an id out of range, a batch that is not the carry's, or more tokens than the carry has room for.
     """
+    if not tokens.shape[1]:
+        raise ValueError("there are no tokens to run")
+    check_tokens(tokens if mask is None else jnp.where(jnp.asarray(mask), tokens, 0), model.config.vocab_size)
     tokens = jnp.asarray(tokens, jnp.int32)
-    check_tokens(tokens, model.config.vocab_size)
     if tokens.shape[0] != carry.position.shape[0]:
         raise ValueError(f"tokens have {tokens.shape[0]} rows, the carry {carry.position.shape[0]}")
     added = tokens.shape[1] if mask is None else jnp.sum(jnp.asarray(mask), axis=1)
     _check_room(carry, added)
-    return _forward(model.config, nnx.state(model), carry, tokens, mask)
+    return _forward(model.config, nnx.state(model), carry, tokens, None if mask is None else jnp.asarray(mask))
 
 
 def run(
@@ -100,7 +106,7 @@ def run(
             above ``max_length``, or a rank that the intervention refuses.
         NonFiniteError: a NaN or an infinity, with its layer, segment and row.
     """
-    tokens = np.asarray(tokens, np.int32)
+    tokens = np.asarray(tokens)
     B, N = tokens.shape
     lengths = np.full(B, N) if lengths is None else np.asarray(lengths)
     if segment < 1:
@@ -115,7 +121,7 @@ def run(
         raise ValueError(f"a text of {lengths.max()} tokens is longer than max_length = {max_length}")
     check_tokens(np.where(np.arange(N) < lengths[:, None], tokens, 0), model.config.vocab_size)
 
-    tokens = np.pad(tokens, ((0, 0), (0, max(0, count * segment + 1 - N))))[:, : count * segment + 1]
+    tokens = np.pad(tokens.astype(np.int32), ((0, 0), (0, max(0, count * segment + 1 - N))))[:, : count * segment + 1]
     params, carry = nnx.state(model), init_carry(model, B, max_length)
     intervention, memory = (None, None) if intervention is None else intervention.start(carry)
     losses, records, waiting = [], [], []
@@ -149,7 +155,8 @@ def _collect(
         names = ["the embedding", *(f"layer {i} ({kind})" for i, kind in enumerate(config.layer_kinds)), "the logits"]
         raise NonFiniteError(
             f"NaN or infinity first after {names[place]}, in row {row}, tokens {begin} to {begin + segment - 1}; "
-            "no loss is reported. Look for broken weights there, or run in float32."
+            "no loss is reported. Look for broken weights there, or run in float32.",
+            row,
         )
     return np.where(scored, loss, np.nan)
 
@@ -196,7 +203,8 @@ def _forward(config, params, carry: Carry, tokens: Tokens, mask: Mask | None):
 def token_losses(model: Qwen3_5, hidden: Float[Array, "B T D"], targets: Tokens) -> Float[Array, "B T"]:
     """Nats of each target, with the logits of at most LOGITS_AT_ONCE entries in memory at once."""
     B, T, D = hidden.shape
-    block = max(1, min(B * T, LOGITS_AT_ONCE // model.config.vocab_size))
+    block = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    block = min(B * T, block - block % 128 if block > 128 else block)  # whole tiles of matrix units
     pad = -(B * T) % block
     rows = jnp.pad(hidden.reshape(B * T, D), ((0, pad), (0, 0))).reshape(-1, block, D)
     words = jnp.pad(targets.reshape(B * T), (0, pad)).reshape(-1, block)
@@ -214,7 +222,9 @@ def token_losses(model: Qwen3_5, hidden: Float[Array, "B T D"], targets: Tokens)
 
 
 def check_tokens(tokens: np.ndarray | Array, vocab_size: int) -> None:
-    """Raise ValueError for an id outside of the vocabulary; JAX would clip it and go on."""
+    """Raise ValueError for an id outside of the vocabulary, which JAX would clip, or one that is no whole number."""
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"token ids are of dtype {tokens.dtype}; expected whole numbers")
     if is_traced(tokens) or not tokens.size:
         return
     low, high = int(tokens.min()), int(tokens.max())

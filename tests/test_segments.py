@@ -357,12 +357,12 @@ def test_a_row_of_padding_alone_leaves_its_carry_as_it_was():
 
 
 def test_a_carry_stays_valid_after_its_use():
-    """Two branches from one carry, the second equal to the first; nothing of the user's is donated."""
-    _, carry = forward(net(), jnp.asarray(text(11)), init_carry(net(), 1, SHORT_ROOM))
-    before = leaves(carry)
+    """Two branches from one carry, equal; it is read only after both, since what numpy has seen is never donated."""
+    ids = jnp.asarray(text(11))
+    _, carry = forward(net(), ids, init_carry(net(), 1, SHORT_ROOM))
     first, second = (forward(net(), jnp.asarray(text(11, seed=1)), carry) for _ in range(2))
     np.testing.assert_array_equal(first[0], second[0])
-    for a, b in zip(leaves(carry), before, strict=True):
+    for a, b in zip(leaves(carry), leaves(forward(net(), ids, init_carry(net(), 1, SHORT_ROOM))[1]), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -393,10 +393,30 @@ def test_ids_out_of_range_are_refused(bad):
         run(net(), ids, segment=SEGMENT)
 
 
-@pytest.mark.parametrize("bad", [-1, 97])
-def test_forward_refuses_ids_out_of_range(bad):
+@pytest.mark.parametrize("mask", [None, np.array([[True, True]])], ids=["no mask", "mask"])
+@pytest.mark.parametrize("bad", [-1, 97, 2**32 + 3])
+def test_forward_refuses_ids_out_of_range(bad, mask):
     with pytest.raises(ValueError, match="expected 0 to 96"):
-        forward(net(), jnp.array([[1, bad]]), init_carry(net(), 1, 8))
+        forward(net(), np.array([[1, bad]]), init_carry(net(), 1, 8), mask)
+
+
+def test_forward_does_not_look_at_ids_of_padding():
+    ids, mask = packed((14, 14)), np.arange(14) < np.array([[11], [0]])
+    first, _ = forward(net(), ids, started(), mask)
+    second, _ = forward(net(), np.where(mask, ids, -1), started(), mask)
+    np.testing.assert_array_equal(np.asarray(first)[mask], np.asarray(second)[mask])
+
+
+def test_forward_takes_arrays_of_numpy_and_of_jax():
+    mask = np.arange(14) < np.array([[11], [7]])
+    first, _ = forward(net(), packed((14, 14)), started(), mask)
+    second, _ = forward(net(), jnp.asarray(packed((14, 14))), started(), jnp.asarray(mask))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_forward_of_no_tokens_is_refused():
+    with pytest.raises(ValueError, match="no tokens"):
+        forward(net(), np.zeros((2, 0), int), started())
 
 
 def test_ids_behind_a_text_are_not_looked_at():
@@ -408,7 +428,7 @@ def test_ids_behind_a_text_are_not_looked_at():
 
 @pytest.mark.parametrize("ids", [np.array([[1.0, 2.0]]), np.array([1, 2]), np.zeros((0, 5), int), np.array(3)], ids=repr)
 def test_what_is_no_batch_of_ids_is_refused(ids):
-    with pytest.raises(ValueError, match="tokens"):
+    with pytest.raises(ValueError, match="token"):
         run(net(), ids, segment=SEGMENT)
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of Qwen3.5's architecture, and the folders in which the hub would hold them, without the library's key table."""
+"""Tiny models of Qwen3.5's architecture, and folders as the hub has them, written without the library's key table."""
 
 import json
 from functools import cache

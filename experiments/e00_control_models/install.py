@@ -37,14 +37,19 @@ def install(out: Path, recipe: Recipe, target: Path) -> None:
     if curve[-1]["step"] != recipe.steps:
         raise ValueError(f"{out} is at step {curve[-1]['step']} of {recipe.steps}; run the training to its end")
     graphdef, _ = nnx.split(jd.Qwen3_5(CONTROL))
-    # Matrices in bf16, vectors (gates and norms) in f32, as Qwen3.5 is stored.
+    # Matrices in bf16; vectors, which are gates and norms, in f32.
     model = nnx.merge(graphdef, jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.ndim > 1 else p, params))
     model.tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    shutil.rmtree(target, ignore_errors=True)
-    jd.save(model, target)
-    shipped = jd.load(target)
+    made = out / "installed"
+    shutil.rmtree(made, ignore_errors=True)
+    jd.save(model, made)
     _, held_out = data.split_documents(data.load_documents())
-    (target / "README.md").write_text(card(shipped, recipe, curve, held_out))
+    (made / "README.md").write_text(card(jd.load(made), recipe, curve, held_out))
+    if target.exists():
+        if not (target / "config.json").exists():
+            raise ValueError(f"{target} is no model; not replaced")
+        shutil.rmtree(target)
+    shutil.copytree(made, target)
 
 
 def held_out_loss(model: jd.Qwen3_5, text: str) -> tuple[float, int]:
@@ -90,8 +95,8 @@ A Qwen3.5 text model of {parameters:,} parameters: {c.num_layers} layers ({len(c
 **Command.** `python -m experiments.e00_control_models.train`, then `... .install`; {recipe.steps:,} steps, on 2 CPU cores.
 `{json.dumps(asdict(recipe))}`
 
-**Held-out text**, measured on these weights in f32, in windows of {WINDOW:,} tokens from an empty memory; xz is `xz -9e` on
-the document alone.
+**Held-out text**, measured on these weights in f32, in windows of {WINDOW:,} tokens, each from an empty carry; xz is
+`xz -9e` on the document alone.
 
 | document | bytes | tokens | nats a token | bits a byte | xz, bits a byte |
 | --- | --- | --- | --- | --- | --- |

@@ -117,7 +117,7 @@ def train(recipe: Recipe, config: Qwen3_5Config, stream: np.ndarray, held_out: n
     saved = out / SAVED
     first, curve = 0, []
     if saved.exists():
-        first, curve, (params, opt_state) = _restore(saved, (params, opt_state))
+        first, curve, (params, opt_state) = _restore(saved, recipe, (params, opt_state))
     begun, losses = time.perf_counter(), []
     for step in range(first, recipe.steps):
         window = recipe.window_at(step)
@@ -131,7 +131,7 @@ def train(recipe: Recipe, config: Qwen3_5Config, stream: np.ndarray, held_out: n
             if not np.isfinite(trained + measured):
                 raise FloatingPointError(f"loss {trained}, held-out loss {measured} after {step + 1} steps")
             curve.append({"step": step + 1, "train": round(trained, 4), "held_out": round(measured, 4)})
-            _save(saved, step + 1, curve, (params, opt_state))
+            _save(saved, recipe, step + 1, curve, (params, opt_state))
             print(f"{step + 1:6d}  {trained:.4f}  {measured:.4f}  {time.perf_counter() - begun:7.0f} s", flush=True)
     return nnx.merge(graphdef, params), curve
 
@@ -139,7 +139,7 @@ def train(recipe: Recipe, config: Qwen3_5Config, stream: np.ndarray, held_out: n
 def restored(out: Path, recipe: Recipe, config: Qwen3_5Config):
     """Parameters and loss curve of the training in ``out``, as far as it came."""
     params = nnx.split(Qwen3_5(config))[1]
-    _, curve, (params, _) = _restore(out / SAVED, (params, optimizer(recipe).init(params)))
+    _, curve, (params, _) = _restore(out / SAVED, recipe, (params, optimizer(recipe).init(params)))
     return params, curve
 
 
@@ -147,15 +147,17 @@ def _windows(stream: np.ndarray, starts: np.ndarray, window: int) -> np.ndarray:
     return np.stack([stream[s : s + window + 1] for s in starts]).astype(np.int32)
 
 
-def _save(path: Path, step: int, curve: list, tree) -> None:
+def _save(path: Path, recipe: Recipe, step: int, curve: list, tree) -> None:
     leaves = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
     partial_path = path.with_suffix(".partial.npz")
-    np.savez(partial_path, step=step, curve=json.dumps(curve), **leaves)
+    np.savez(partial_path, recipe=json.dumps(asdict(recipe)), step=step, curve=json.dumps(curve), **leaves)
     partial_path.replace(path)
 
 
-def _restore(path: Path, tree):
+def _restore(path: Path, recipe: Recipe, tree):
     with np.load(path) as saved:
+        if json.loads(str(saved["recipe"])) != asdict(recipe):
+            raise ValueError(f"{path} is of another recipe ({saved['recipe']}); choose another folder")
         leaves = [jnp.asarray(saved[f"leaf_{i}"]) for i in range(len(jax.tree.leaves(tree)))]
         return int(saved["step"]), json.loads(str(saved["curve"])), jax.tree.unflatten(jax.tree.structure(tree), leaves)
 

@@ -33,8 +33,8 @@ for line in sys.stdin:
     tokens = torch.tensor([json.loads(line)])
     begun = time.perf_counter()
     with torch.no_grad():
-        out = model(tokens, past_key_values=cache, use_cache=True)
-    cache = out.past_key_values
+        out = model(tokens, cache=cache, use_cache=True)
+    cache = out.cache
     seconds = time.perf_counter() - begun
     print(json.dumps({"seconds": seconds, "logits": out.logits[0, -1, :64].tolist()}), flush=True)
 """

@@ -15,13 +15,14 @@ import numpy as np
 import pyarrow as pa
 
 from jaxdelta import memory
+from jaxdelta.checkpoints import parameters_sha256
 from jaxdelta.interventions import Truncate
 from jaxdelta.metrics import copy_mask, paired_difference
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.models.qwen3_5 import Qwen3_5
 from jaxdelta.ops.low_rank import Method, largest_rank
-from jaxdelta.results import Results
-from jaxdelta.segments import check_tokens, run
+from jaxdelta.results import Results, ResultsError
+from jaxdelta.segments import NonFiniteError, check_tokens, run
 from jaxdelta.tasks.documents import Document, tokenize
 
 Scope = Literal["all", "layer", "head"]
@@ -83,7 +84,7 @@ def sweep(
     Args:
         documents: texts (for the model's tokenizer), arrays of token ids, or a dict of texts by name.
         ranks: directions kept at every boundary, 1 .. min(K, V); the untouched rank min(K, V) is always run.
-        segment: tokens between boundaries.
+        segment: tokens between boundaries, fewer than the longest document has.
         scope: "all" cuts all heads at once, "layer" one linear layer at a time, "head" one head at a time.
         copy_gap: distance that makes a repeated bigram a copy token, in tokens.
         method: of the truncation, see :func:`jaxdelta.ops.low_rank.truncate`.
@@ -99,6 +100,9 @@ def sweep(
     Raises:
         ValueError: ranks, documents or segment out of bounds; ``ResultsError``, ``NonFiniteError`` and ``MemoryError`` of
             the modules that raise them.
+
+    The width of the subspace follows from the largest rank of the sweep, so a row may differ within the truncation's
+    tolerance from that of a sweep over other ranks.
     """
     if segment < 1 or copy_gap < 0 or (batch is not None and batch < 1):
         raise ValueError(
@@ -108,17 +112,21 @@ def sweep(
     documents = _as_documents(documents, model)
     worlds = make_worlds(config, ranks, scope)
     grid = [(document, world) for document in documents for world in worlds]
-    longest = -(-max(len(d.tokens) for d in documents) // segment) * segment
-    if batch is None:
+    longest = max(len(d.tokens) for d in documents)
+    if segment >= longest:
+        raise ValueError(f"the longest document has {longest} tokens: segments of {segment} leave no boundary to cut at")
+    longest = -(-longest // segment) * segment
+    planned = batch
+    if planned is None:
         needed = memory.run_memory(config, dtype=model.dtype.name, segment=segment, max_length=longest)
         # One document's worlds keep a CPU busy, and a run that is killed loses no more than these.
-        batch = memory.rows_that_fit(needed, len(worlds) if jax.default_backend() == "cpu" else len(grid))
+        planned = memory.rows_that_fit(needed, len(worlds) if jax.default_backend() == "cpu" else len(grid))
     configuration = dict(
         analysis="sweep",
         model=name,
         dtype=model.dtype.name,
         revision=model.origin.revision if model.origin else None,
-        weights=model.origin.sha256() if model.origin else None,
+        parameters=parameters_sha256(model) if out is not None else None,
         documents={d.name: d.sha256() for d in documents},
         ranks=sorted({world.rank for world in worlds}),
         segment=segment,
@@ -126,9 +134,14 @@ def sweep(
         copy_gap=copy_gap,
         method=method,
     )
-    results = None if out is None else Results(Path(out), configuration, {"batch": batch})
+    results = None if out is None else Results(Path(out), configuration, {"batch": planned})
     if results is not None:
-        batch = results.plan["batch"]
+        planned = results.plan["batch"]
+        if batch not in (None, planned):
+            raise ResultsError(
+                f"{out} was begun with batches of {planned} rows, not {batch}; go on with that, or elsewhere"
+            )
+    batch = planned
 
     max_rank = largest_rank([world.rank for world in worlds], config.max_rank)
     total, done, tables = len(grid) * (longest // segment), 0, []
@@ -202,6 +215,9 @@ def summarize(rows: pa.Table, *, copy_tokens: bool = False) -> list[Summary]:
 def _as_documents(documents, model: Qwen3_5) -> list[Document]:
     if not (isinstance(documents, list) and documents and isinstance(documents[0], Document)):
         documents = tokenize(documents, model.tokenizer)
+    names = [document.name for document in documents]
+    if len(set(names)) < len(names):
+        raise ValueError(f"documents share names: {sorted({n for n in names if names.count(n) > 1})}")
     for document in documents:
         check_tokens(document.tokens, model.config.vocab_size)
     return documents
@@ -214,15 +230,12 @@ def _run_rows(
     tokens = np.zeros((len(rows), max_length), np.int32)
     for row, (document, _) in zip(tokens, rows, strict=True):
         row[: len(document.tokens)] = document.tokens
-    return run(
-        model,
-        tokens,
-        segment=segment,
-        lengths=lengths,
-        intervention=cut,
-        max_length=max_length,
-        after_segment=advance,
-    ).losses
+    sizes = dict(segment=segment, lengths=lengths, max_length=max_length)
+    try:
+        return run(model, tokens, intervention=cut, after_segment=advance, **sizes).losses
+    except NonFiniteError as error:
+        document, world = rows[error.row]
+        raise NonFiniteError(f"document {document.name}, rank {world.rank}: {error}", error.row) from None
 
 
 def _table(rows: list[tuple[Document, World]], losses: np.ndarray, copy_gap: int) -> pa.Table:

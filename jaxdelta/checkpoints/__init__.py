@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from jaxdelta.checkpoints import qwen3_5
-from jaxdelta.checkpoints.files import INDEX, SINGLE, CheckpointError, TensorFiles, read_json
+from jaxdelta.checkpoints.files import INDEX, SINGLE, CheckpointError, TensorFiles, pointer_hint, read_json
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.models.qwen3_5 import Qwen3_5
 
@@ -166,9 +166,21 @@ def inspect(name: str | os.PathLike, *, revision: str | None = None) -> Info:
     )
 
 
+def parameters_sha256(model: Qwen3_5) -> str:
+    """Checksum of the parameters as they are in memory: their paths, dtypes and bits."""
+    digest = hashlib.sha256()
+    for path, leaf in sorted(nnx.to_flat_state(nnx.state(model)), key=lambda item: str(item[0])):
+        array = np.ascontiguousarray(leaf[...])
+        digest.update(f"{path} {array.dtype} {array.shape}".encode())
+        digest.update(array.view(np.uint8) if array.size else b"")
+    return digest.hexdigest()
+
+
 def _resolve(name: str | os.PathLike, revision: str | None) -> tuple[Path, str | None]:
     """The local folder of a model, and the commit where it is a hub download."""
     text = os.fspath(name)
+    if revision is not None and (text in embedded_models() or Path(text).expanduser().exists()):
+        raise CheckpointError(f"{text} is local; a revision ({revision}) can only be asked of a hub id")
     if text in embedded_models():
         return ASSETS / text, None
     folder = Path(text).expanduser()
@@ -236,7 +248,9 @@ def _read_tokenizer(folder: Path, config: Qwen3_5Config) -> Tokenizer | None:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises Exception itself
-        raise CheckpointError(f"{file} is no tokenizer ({error})") from None
+        raise CheckpointError(f"{file} is no tokenizer ({error}){pointer_hint(file)}") from None
+    tokenizer.no_truncation()  # a stored limit would cut documents without a word
+    tokenizer.no_padding()
     if tokenizer.get_vocab_size() > config.vocab_size:
         raise CheckpointError(f"{file} has {tokenizer.get_vocab_size()} words, the model {config.vocab_size}")
     return tokenizer

@@ -64,7 +64,7 @@ def read_json(file: Path) -> dict:
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing; a checkpoint folder holds config.json and safetensors files") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error}){_pointer_hint(file)}") from None
+        raise CheckpointError(f"{file} is not valid JSON ({error}){pointer_hint(file)}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a {type(value).__name__}; expected a JSON object")
     return value
@@ -75,7 +75,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         placed = read_json(folder / INDEX).get("weight_map")
         if not isinstance(placed, dict) or not placed:
             raise CheckpointError(f"{folder / INDEX} has no weight_map")
-        for name in sorted(set(placed.values())):
+        for name in sorted(set(map(str, placed.values()))):
             if Path(name).name != name or not (folder / name).is_file():
                 raise CheckpointError(f"{folder / INDEX} names the file {name}, which is missing; download it again")
         return placed
@@ -95,7 +95,7 @@ def _open(file: Path):
 
 def _diagnosis(file: Path) -> str:
     """What is wrong with a file that safetensors refuses."""
-    if hint := _pointer_hint(file):
+    if hint := pointer_hint(file):
         return hint.lstrip("; ")
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -113,7 +113,8 @@ def _diagnosis(file: Path) -> str:
     return f"its {size} bytes are no safetensors file; download it again"
 
 
-def _pointer_hint(file: Path) -> str:
+def pointer_hint(file: Path) -> str:
+    """A clause that says so where ``file`` is a Git LFS pointer, else nothing."""
     with file.open("rb") as stream:
         is_pointer = stream.read(40).startswith(b"version https://git-lfs")
     return "; it is a Git LFS pointer, not the file itself: run `git lfs pull`" if is_pointer else ""

@@ -24,13 +24,11 @@ class Entry(NamedTuple):
         path: of the parameter in the module tree.
         name: in the checkpoint, without the prefix; the head's has none.
         shape: as stored.
-        wide: kept in f32 whatever the dtype of the model.
     """
 
     path: tuple
     name: str
     shape: tuple[int, ...]
-    wide: bool = False
 
 
 def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
@@ -39,21 +37,22 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
     Raises:
         CheckpointError: a field is missing, or has a value that this model does not compute.
     """
-    text = raw.get("text_config", raw)
+    text = raw.get("text_config") or raw
+    if not isinstance(text, dict):
+        raise CheckpointError(f"config.json has text_config = {text!r}; expected an object")
     rope = _rope(text)
     _require(text, "hidden_act", "silu", default="silu")
     _require(text, "attention_bias", False, default=False)
     _require(text, "attn_output_gate", True, default=True)
-    _require(rope, "rope_type", "default", default="default")
-    head_dim = text.get("head_dim") or _field(text, "hidden_size") // _field(text, "num_attention_heads")
-    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 0.25))
+    for name in ("rope_type", "type"):
+        _require(rope, name, "default", default="default")
+    head_dim = _field(text, "head_dim", _field(text, "hidden_size") // max(1, _field(text, "num_attention_heads")))
+    rotary_dim = int(head_dim * _real(rope, "partial_rotary_factor", 0.25))
     sections = rope.get("mrope_section")
     if sections is not None and 2 * sum(sections) != rotary_dim:
         raise CheckpointError(
             f"mrope_section {sections} sums to {sum(sections)}; expected half of {rotary_dim} rotary dims"
         )
-    if "rope_theta" not in rope:
-        raise CheckpointError("config.json has no rope_theta, neither in rope_parameters nor at the top level")
     try:
         return Qwen3_5Config(
             vocab_size=_field(text, "vocab_size"),
@@ -64,15 +63,15 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
             num_value_heads=_field(text, "linear_num_value_heads"),
             key_dim=_field(text, "linear_key_head_dim"),
             value_dim=_field(text, "linear_value_head_dim"),
-            conv_width=text.get("linear_conv_kernel_dim", 4),
+            conv_width=_field(text, "linear_conv_kernel_dim", 4),
             num_query_heads=_field(text, "num_attention_heads"),
             num_kv_heads=_field(text, "num_key_value_heads"),
             head_dim=head_dim,
             rotary_dim=rotary_dim,
-            rope_theta=float(rope["rope_theta"]),
-            norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+            rope_theta=_real(rope, "rope_theta"),
+            norm_eps=_real(text, "rms_norm_eps", 1e-6),
             tied=bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
-            max_position=text.get("max_position_embeddings", 32768),
+            max_position=_field(text, "max_position_embeddings", 32768),
         )
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
@@ -120,23 +119,23 @@ def entries(config: Qwen3_5Config) -> list[Entry]:
     c, D, F = config, config.width, config.mlp_width
     H, V, A, G, d = c.num_value_heads, c.value_dim, c.num_query_heads, c.num_kv_heads, c.head_dim
     linear = {
-        "in_qkv": ("linear_attn.in_proj_qkv.weight", (c.conv_channels, D), False),
-        "in_z": ("linear_attn.in_proj_z.weight", (H * V, D), False),
-        "in_b": ("linear_attn.in_proj_b.weight", (H, D), False),
-        "in_a": ("linear_attn.in_proj_a.weight", (H, D), False),
-        "conv": ("linear_attn.conv1d.weight", (c.conv_channels, 1, c.conv_width), False),
-        "A_log": ("linear_attn.A_log", (H,), True),
-        "dt_bias": ("linear_attn.dt_bias", (H,), True),
-        "norm": ("linear_attn.norm.weight", (V,), True),
-        "out": ("linear_attn.out_proj.weight", (D, H * V), False),
+        "in_qkv": ("linear_attn.in_proj_qkv.weight", (c.conv_channels, D)),
+        "in_z": ("linear_attn.in_proj_z.weight", (H * V, D)),
+        "in_b": ("linear_attn.in_proj_b.weight", (H, D)),
+        "in_a": ("linear_attn.in_proj_a.weight", (H, D)),
+        "conv": ("linear_attn.conv1d.weight", (c.conv_channels, 1, c.conv_width)),
+        "A_log": ("linear_attn.A_log", (H,)),
+        "dt_bias": ("linear_attn.dt_bias", (H,)),
+        "norm": ("linear_attn.norm.weight", (V,)),
+        "out": ("linear_attn.out_proj.weight", (D, H * V)),
     }
     attention = {
-        "q": ("self_attn.q_proj.weight", (2 * A * d, D), False),
-        "k": ("self_attn.k_proj.weight", (G * d, D), False),
-        "v": ("self_attn.v_proj.weight", (G * d, D), False),
-        "out": ("self_attn.o_proj.weight", (D, A * d), False),
-        "q_norm": ("self_attn.q_norm.weight", (d,), True),
-        "k_norm": ("self_attn.k_norm.weight", (d,), True),
+        "q": ("self_attn.q_proj.weight", (2 * A * d, D)),
+        "k": ("self_attn.k_proj.weight", (G * d, D)),
+        "v": ("self_attn.v_proj.weight", (G * d, D)),
+        "out": ("self_attn.o_proj.weight", (D, A * d)),
+        "q_norm": ("self_attn.q_norm.weight", (d,)),
+        "k_norm": ("self_attn.k_norm.weight", (d,)),
     }
     found = [Entry(("embed",), "embed_tokens.weight", (c.vocab_size, D))]
     if not c.tied:
@@ -144,16 +143,16 @@ def entries(config: Qwen3_5Config) -> list[Entry]:
     for i, kind in enumerate(c.layer_kinds):
         at = ("layers", i)
         found += [
-            Entry((*at, "mixer", leaf), f"layers.{i}.{name}", shape, wide)
-            for leaf, (name, shape, wide) in (linear if kind == "linear" else attention).items()
+            Entry((*at, "mixer", leaf), f"layers.{i}.{name}", shape)
+            for leaf, (name, shape) in (linear if kind == "linear" else attention).items()
         ]
         found += [
             Entry((*at, "mlp", leaf), f"layers.{i}.mlp.{leaf}_proj.weight", shape)
             for leaf, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F)))
         ]
-        found.append(Entry((*at, "input_norm"), f"layers.{i}.input_layernorm.weight", (D,), True))
-        found.append(Entry((*at, "post_norm"), f"layers.{i}.post_attention_layernorm.weight", (D,), True))
-    found.append(Entry(("final_norm",), "norm.weight", (D,), True))
+        found.append(Entry((*at, "input_norm"), f"layers.{i}.input_layernorm.weight", (D,)))
+        found.append(Entry((*at, "post_norm"), f"layers.{i}.post_attention_layernorm.weight", (D,)))
+    found.append(Entry(("final_norm",), "norm.weight", (D,)))
     return found
 
 
@@ -180,11 +179,18 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
 
-def _field(text: dict[str, Any], name: str) -> int:
-    value = text.get(name)
+def _field(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = fields.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool):
         raise CheckpointError(f"config.json has {name} = {value!r}; expected a whole number")
     return value
+
+
+def _real(fields: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = fields.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise CheckpointError(f"config.json has {name} = {value!r}; expected a positive number")
+    return float(value)
 
 
 def _require(fields: dict[str, Any], name: str, expected: Any, *, default: Any) -> None:
@@ -200,7 +206,7 @@ def _rope(text: dict[str, Any]) -> dict[str, Any]:
 
 def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
     count = _field(text, "num_hidden_layers")
-    interval = text.get("full_attention_interval", 4)
+    interval = max(1, _field(text, "full_attention_interval", 4))
     types = text.get("layer_types") or [
         "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
     ]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -81,8 +82,9 @@ def _append(cache: Array, new: Array, positions: Array, length: Array | None) ->
 
 def rotary_angles(positions: Int[Array, "B T"], rotary_dim: int, theta: float) -> Float[Array, "B T R"]:
     """Angle of each of the rotary_dim / 2 pairs, in f32; bf16 would be off by whole turns at a few thousand tokens."""
-    frequencies = 1.0 / theta ** (jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / max(rotary_dim, 1))
-    return positions[..., None].astype(jnp.float32) * frequencies
+    # On the host: one unit in the last place of a device's pow is 8e-3 rad at 131,071 tokens.
+    frequencies = theta ** -(np.arange(0, rotary_dim, 2) / max(rotary_dim, 1))
+    return positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
 
 
 def rotate(x: Float[Array, "B T A d"], angles: Float[Array, "B T R"]) -> Float[Array, "B T A d"]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -48,15 +49,15 @@ class GatedDeltaNet(nnx.Module):
         self.in_a = normal(rngs, (H, D), dtype)
         self.conv = normal(rngs, (config.conv_channels, config.conv_width), dtype, scale=config.conv_width**-0.5)
         # Horizons of about 10 to 1000 tokens, as Mamba-2 and fla start: rates A in (1, 16), steps dt in (1e-3, 1e-1).
-        rate = jax.random.uniform(rngs.params(), (H,), minval=1.0, maxval=16.0)
-        step = jnp.exp(jax.random.uniform(rngs.params(), (H,), minval=jnp.log(1e-3), maxval=jnp.log(1e-1)))
+        rate = jax.random.uniform(rngs.params(), (H,), jnp.float32, minval=1.0, maxval=16.0)
+        step = jnp.exp(jax.random.uniform(rngs.params(), (H,), jnp.float32, minval=np.log(1e-3), maxval=np.log(1e-1)))
         self.A_log = nnx.Param(jnp.log(rate))
         self.dt_bias = nnx.Param(jnp.log(jnp.expm1(step)))
         self.norm = ones((V,))
         self.out = normal(rngs, (D, H * V), dtype)
 
     def init_carry(self, batch: int, dtype) -> LinearCarry:
-        """An empty memory for ``batch`` texts."""
+        """The carry before the first token of ``batch`` texts."""
         c = self.config
         return LinearCarry(
             jnp.zeros((batch, c.num_value_heads, c.key_dim, c.value_dim), jnp.float32),

@@ -30,10 +30,10 @@ from jaxdelta.dims import HIGHEST, Gates, Keys, State, Values, accumulation_dtyp
 def _prepare(q, k, v, g, beta, state, scale):
     """Widen everything to one dtype, scale the queries and fill in a zero state."""
     dtype = accumulation_dtype(q, k, v, g, beta, *(() if state is None else (state,)))
-    q, k, v, g, beta = (x.astype(dtype) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (jnp.asarray(x, dtype) for x in (q, k, v, g, beta))
     B, _, H, K = k.shape
     q = q * (K**-0.5 if scale is None else scale)
-    S = jnp.zeros((B, H, K, v.shape[-1]), dtype) if state is None else state.astype(dtype)
+    S = jnp.zeros((B, H, K, v.shape[-1]), dtype) if state is None else jnp.asarray(state, dtype)
     return q, k, v, g, beta, S
 
 

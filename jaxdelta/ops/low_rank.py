@@ -10,16 +10,17 @@ Subspace iteration applies S and S^T in two half steps, each followed by an orth
 Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa, arXiv 1809.11085); applying S S^T at once would square the condition
 number and break f32. A Rayleigh-Ritz step gives the directions. After each round the energy still missed by the kept
 directions is estimated from the residuals of the Ritz pairs, and rounds go on until it is below ``TOLERANCE`` of the energy
-kept, so the spectrum decides their number.
+kept, so the spectrum decides their number; a batch that has not come there in ``MAX_ROUNDS`` (flat spectra) is cut by eigh.
 
 The derivative of S -> S_r is that of the spectral projector P (Daleckii-Krein), with gaps between kept and discarded
 eigenvalues alone, so equal singular values within either block are no obstacle:
 
-    d(P S) = P dS + dP S,     dP = Q (F * (Q^T (dS S^T + S dS^T) Q)) Q^T,     F_ij = 1 / (lambda_i - lambda_j)
+    d(P S) = P dS + dP S,     dP = Q (F * (Q^T (dS S^T + S dS^T) Q)) Q^T,     F_ij = 1 / (sigma_i^2 - sigma_j^2)
 
-for i kept and j discarded (and mirrored), 0 within a block; Q, lambda: eigh of S S^T. Without a gap between r and r + 1
-the derivative does not exist: where lambda_r - lambda_{r+1} is at most ``GAP_TOLERANCE`` eps lambda_1, the resolution of
-eigh, the projector's part is dropped and P dS alone remains. :class:`Truncation` says for which states.
+for i kept and j discarded (and mirrored), 0 within a block; Q, sigma from an SVD, since in f32 the Gram matrix loses all
+sigma below 3e-4 sigma_1. Without a gap between r and r + 1 the derivative does not exist: where sigma_r - sigma_{r+1} is at
+most ``GAP_TOLERANCE`` eps sigma_1 the projector's part is dropped and P dS alone remains. :func:`has_gap` says for which
+states.
 """
 
 from functools import partial
@@ -28,16 +29,17 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxdelta.dims import HIGHEST, Matrices, accumulation_dtype, is_traced
 
 Method = Literal["subspace", "eigh", "svd"]
 
 TOLERANCE = 3e-6  # energy missed over energy kept at which rounds stop
-GAP_TOLERANCE = 100.0  # in units of eps * lambda_1
-MAX_ROUNDS = 64
+GAP_TOLERANCE = 100.0  # in units of eps * sigma_1
+MAX_ROUNDS = 16
 OVERSAMPLING = 8  # directions carried beyond max_rank, at least
+PROBES = 4  # of them random, to find directions that a basis lacks
 
 
 class Truncation(NamedTuple):
@@ -46,15 +48,13 @@ class Truncation(NamedTuple):
     Attributes:
         state: S_r, in the dtype of the state given (f32 or wider).
         basis: Float[*batch K Q], approximate left singular vectors in descending order; starts the next truncation.
-        missed: Float[*batch], estimate of the energy missed over the energy kept, 0 for the exact methods.
-        smooth: Bool[*batch], whether the derivative exists: a gap between sigma_r and sigma_{r+1}, or full rank.
-        rounds: Int[], rounds of subspace iteration run, 0 for the exact methods.
+        missed: Float[*batch], estimate of the energy missed over the energy kept, 0 where an exact method was used.
+        rounds: Int[], rounds of subspace iteration run, 0 for the exact methods; MAX_ROUNDS + 1 says that eigh took over.
     """
 
     state: Array
     basis: Array
     missed: Array
-    smooth: Array
     rounds: Array
 
 
@@ -75,8 +75,9 @@ def truncate(
             it. Default: the largest rank below min(K, V) where ranks are known, else min(K, V).
 
     Returns:
-        The truncated states. Differentiable in both modes by the derivative above. A traced rank that breaks its bounds
-        gives NaN, since a compiled function cannot raise.
+        The truncated states. Differentiable once, in both modes, by the derivative above; second derivatives go through
+        an SVD and are NaN at equal singular values. A traced rank that breaks its bounds gives NaN, since a compiled
+        function cannot raise.
 
     Raises:
         ValueError: a rank, known outside of jit, is below 1 or above min(K, V), or exceeds ``max_rank``.
@@ -94,8 +95,12 @@ def truncation(
 ) -> Truncation:
     """:func:`truncate` with its basis and what is known of it; ``basis`` of an earlier call starts the subspace iteration.
 
-    Only ``state`` carries a derivative.
+    Only ``state`` carries a derivative. The exact methods hand on as many basis vectors as they are given.
+
+    Raises:
+        ValueError: as :func:`truncate`, or an unknown method.
     """
+    S = jnp.asarray(S)
     full = min(S.shape[-2:])
     max_rank = largest_rank(rank, full) if max_rank is None else max_rank
     check_ranks(rank, full, max_rank)
@@ -107,6 +112,14 @@ def truncation(
     if basis is None:
         basis = initial_basis(S.shape, max_rank, method, S.dtype)
     return _truncation(method, max_rank, S, rank, basis)
+
+
+def has_gap(S: Matrices, rank: int | Int[Array, "..."] | np.ndarray) -> Bool[Array, "*batch"]:
+    """Whether the truncation of each matrix to ``rank`` has a derivative: a gap below sigma_r, or full rank."""
+    S = jnp.asarray(S)
+    rank = jnp.broadcast_to(jnp.asarray(rank, jnp.int32), S.shape[:-2])
+    sigma = jnp.linalg.svd(S.astype(accumulation_dtype(S)), compute_uv=False)
+    return _gap_at(sigma, rank) | (rank == min(S.shape[-2:]))
 
 
 def largest_rank(rank, full: int) -> int:
@@ -164,10 +177,9 @@ def _truncation(method: Method, max_rank: int, S: Array, rank: Array, basis: Arr
     scale = _scale(S)
     A = S / scale
     if method == "subspace":
-        U, energies, missed, rounds = _subspace(A, rank, basis)
+        U, missed, rounds = _subspace(A, rank, basis)
     else:
-        U, energies = _left_svd(A) if method == "svd" else _gram_eigh(A)
-        U, energies = U[..., :full], energies[..., :full]
+        U = (_svd(A)[0] if method == "svd" else _gram_eigh(A))[..., :full]
         missed, rounds = jnp.zeros(S.shape[:-2], S.dtype), jnp.zeros((), jnp.int32)
 
     kept = U * (jnp.arange(U.shape[-1]) < rank[..., None])[..., None, :]
@@ -177,8 +189,7 @@ def _truncation(method: Method, max_rank: int, S: Array, rank: Array, basis: Arr
     valid = (rank >= 1) & ((rank <= max_rank) | is_full)
     state = jnp.where(valid[..., None, None], state, jnp.nan)
 
-    smooth = is_full | _has_gap(energies, rank)
-    return Truncation(state, U, jnp.where(is_full, 0, missed), smooth, rounds)
+    return Truncation(state, U[..., : basis.shape[-1]], jnp.where(is_full, 0, missed), rounds)
 
 
 @_truncation.defjvp
@@ -188,17 +199,15 @@ def _truncation_jvp(method, max_rank, primals, tangents):
     out = _truncation(method, max_rank, S, rank, basis)
 
     K, V = S.shape[-2:]
-    scale = _scale(S)
-    A = jax.lax.stop_gradient(S / scale)
-    Q, lam = _gram_eigh(A)
+    A = S / _scale(S)
+    Q, sigma, QA = _svd(A)
     kept = jnp.arange(K) < rank[..., None]
-    pair = kept[..., :, None] & ~kept[..., None, :]
-    difference = lam[..., :, None] - lam[..., None, :]
-    pair &= _has_gap(lam, rank)[..., None, None]
-    F = jnp.where(pair, 1 / jnp.where(pair, difference, 1), 0)
+    pair = kept[..., :, None] & ~kept[..., None, :] & _gap_at(sigma, rank)[..., None, None]
+    left, right = sigma[..., :, None], sigma[..., None, :]
+    F = jnp.where(pair, 1 / jnp.where(pair, (left - right) * (left + right), 1), 0)
     F = F + jnp.swapaxes(F, -1, -2)
 
-    QdS, QA = _mm(Q, dS, transpose_a=True), _mm(Q, A, transpose_a=True)
+    QdS = _mm(Q, dS, transpose_a=True)
     dM = _mm(QdS, QA, transpose_b=True)
     dM = dM + jnp.swapaxes(dM, -1, -2)
     moved = _mm(Q, jnp.where(kept[..., None], QdS, 0) + _mm(F * dM, QA))
@@ -209,17 +218,16 @@ def _truncation_jvp(method, max_rank, primals, tangents):
         state=d_state,
         basis=jnp.zeros_like(out.basis),
         missed=jnp.zeros_like(out.missed),
-        smooth=np.broadcast_to(none, out.smooth.shape),
         rounds=none,
     )
 
 
-def _has_gap(lam: Array, rank: Array) -> Array:
-    """Whether lambda_r - lambda_{r+1} stands above the rounding of eigh. Beyond the last, lambda is 0."""
-    lam = jnp.pad(lam, [(0, 0)] * (lam.ndim - 1) + [(0, 1)])
-    at = jnp.clip(rank, 1, lam.shape[-1] - 1)[..., None]
-    gap = jnp.take_along_axis(lam, at - 1, -1) - jnp.take_along_axis(lam, at, -1)
-    return gap[..., 0] > GAP_TOLERANCE * jnp.finfo(lam.dtype).eps * jnp.abs(lam[..., 0])
+def _gap_at(sigma: Array, rank: Array) -> Array:
+    """Whether sigma_r - sigma_{r+1} stands above rounding. Beyond the last, sigma is 0."""
+    sigma = jnp.pad(sigma, [(0, 0)] * (sigma.ndim - 1) + [(0, 1)])
+    at = jnp.clip(rank, 1, sigma.shape[-1] - 1)[..., None]
+    gap = jnp.take_along_axis(sigma, at - 1, -1) - jnp.take_along_axis(sigma, at, -1)
+    return gap[..., 0] > GAP_TOLERANCE * jnp.finfo(sigma.dtype).eps * sigma[..., 0]
 
 
 def _scale(S: Array) -> Array:
@@ -228,28 +236,36 @@ def _scale(S: Array) -> Array:
     return jnp.where(largest > 0, largest, 1)
 
 
-def _gram_eigh(A: Array) -> tuple[Array, Array]:
-    """Left singular vectors and squared singular values, descending."""
-    lam, Q = jnp.linalg.eigh(_mm(A, A, transpose_b=True))
-    return Q[..., ::-1], lam[..., ::-1]
+def _gram_eigh(A: Array) -> Array:
+    """Left singular vectors [*batch K K], descending."""
+    return jnp.linalg.eigh(_mm(A, A, transpose_b=True))[1][..., ::-1]
 
 
-def _left_svd(A: Array) -> tuple[Array, Array]:
-    U, sigma, _ = jnp.linalg.svd(A, full_matrices=False)
-    return U, sigma * sigma
+def _svd(A: Array) -> tuple[Array, Array, Array]:
+    """All K left singular vectors Q [*batch K K], their sigma [*batch K] with zeros beyond V, and Q^T A = sigma V^T."""
+    K, V = A.shape[-2:]
+    Q, sigma, W = jnp.linalg.svd(A, full_matrices=K > V)
+    sigma = jnp.pad(sigma, [(0, 0)] * (sigma.ndim - 1) + [(0, K - sigma.shape[-1])])
+    QA = jnp.pad(W[..., : min(K, V), :], [(0, 0)] * (W.ndim - 2) + [(0, max(0, K - V)), (0, 0)]) * sigma[..., None]
+    return Q, sigma, QA
 
 
-def _subspace(A: Array, rank: Array, basis: Array) -> tuple[Array, Array, Array, Array]:
-    """Left Ritz vectors [*batch K Q], their energies, the estimate of the energy missed, and the rounds it took."""
+def _subspace(A: Array, rank: Array, basis: Array) -> tuple[Array, Array, Array]:
+    """Left Ritz vectors [*batch K Q], the estimate of the energy missed, and the rounds it took.
+
+    Residuals are blind to directions that the subspace lacks altogether, as after a warm start from a basis orthogonal to
+    what has been written since. So after each round random vectors outside of the subspace are tried; where one carries more
+    energy than the last kept direction, they join the subspace for another round.
+    """
     K, Q = basis.shape[-2:]
     index = jnp.arange(Q)
     kept = index < rank[..., None]
-    # A direction of an earlier basis that has died out, and the oversampled ones, start anew.
-    fresh = _random_columns(K, Q, A.dtype)
-    alive = (jnp.sum(basis * basis, axis=-2) > 0.5) & (index < Q - OVERSAMPLING // 2)
-    start = jnp.where(alive[..., None, :], basis, fresh)
+    random = _random_columns(K, Q, A.dtype)
+    # A direction of an earlier basis that has died out starts anew, and so do the last ones.
+    alive = (jnp.sum(basis * basis, axis=-2) > 0.5) & (index < Q - PROBES)
+    start = jnp.where(alive[..., None, :], basis, random)
 
-    def one_round(Y):
+    def one_round(rounds, Y):
         X = _orthonormalised(_mm(A, Y, transpose_a=True))
         Y = _orthonormalised(_mm(A, X))
         B = _mm(A, Y, transpose_a=True)
@@ -257,20 +273,40 @@ def _subspace(A: Array, rank: Array, basis: Array) -> tuple[Array, Array, Array,
         lam, W = lam[..., ::-1], W[..., ::-1]
         U = _mm(Y, W)
         residual = _mm(A, _mm(B, W)) - U * lam[..., None, :]
-        residual = jnp.sqrt(jnp.sum(residual * residual, axis=-2))
-        return U, lam, _missed(lam, residual, kept)
+        missed = _missed(lam, jnp.sqrt(jnp.sum(residual * residual, axis=-2)), kept)
+
+        probes = jnp.broadcast_to(jnp.roll(random[:, :PROBES], rounds + 1, axis=0), (*U.shape[:-1], min(PROBES, Q)))
+        for _ in range(2):  # once more against rounding
+            probes = probes - _mm(U, _mm(U, probes, transpose_a=True))
+        image = _mm(A, probes, transpose_a=True)
+        norms, images = (jnp.sum(x * x, axis=-2) for x in (probes, image))
+        outside = jnp.max(images / jnp.where(norms > 0, norms, 1), axis=-1)
+        last = jnp.take_along_axis(lam, jnp.clip(rank, 1, Q)[..., None] - 1, -1)[..., 0]
+        gain = outside - last
+        found = gain > 4 * jnp.finfo(lam.dtype).eps * lam[..., 0]
+        energy = jnp.sum(jnp.where(kept, lam, 0), axis=-1)
+        missed = missed + jnp.where(found, gain / jnp.where(energy > 0, energy, 1), 0)
+        following = jnp.concatenate([U[..., : Q - PROBES], probes], axis=-1) if Q > PROBES else U
+        return U, jnp.where(found[..., None, None], following, U), missed
+
+    def far(missed):
+        return jnp.any((missed > TOLERANCE) & (rank < min(A.shape[-2:])))
 
     def unfinished(carry):
         rounds, _, _, missed = carry
-        return (rounds < MAX_ROUNDS) & jnp.any((missed > TOLERANCE) & (rank < min(A.shape[-2:])))
+        return (rounds < MAX_ROUNDS) & far(missed)
 
     def body(carry):
-        rounds, U, _, _ = carry
-        return (rounds + 1, *one_round(U))
+        rounds, _, following, _ = carry
+        return (rounds + 1, *one_round(rounds, following))
 
-    first = (jnp.ones((), jnp.int32), *one_round(start))
-    rounds, U, lam, missed = jax.lax.while_loop(unfinished, body, first)
-    return U, lam, missed, rounds
+    one = jnp.ones((), jnp.int32)
+    rounds, U, _, missed = jax.lax.while_loop(unfinished, body, (one, *one_round(jnp.zeros_like(one), start)))
+    return jax.lax.cond(
+        far(missed),
+        lambda: (_gram_eigh(A)[..., :Q], jnp.zeros_like(missed), rounds + 1),
+        lambda: (U, missed, rounds),
+    )
 
 
 def _missed(lam: Array, residual: Array, kept: Array) -> Array:

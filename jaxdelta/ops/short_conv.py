@@ -9,6 +9,8 @@ Gated DeltaNet (Yang, Kautz, Hatamizadeh, arXiv 2412.06464) with the tap order o
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxdelta.dims import accumulation_dtype
+
 
 def short_conv(
     x: Float[Array, "B T E"],
@@ -34,7 +36,8 @@ def short_conv(
     if tail is None:
         tail = jnp.zeros((B, W - 1, E), x.dtype)
     padded = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
-    y = sum(padded[:, i : i + T] * taps[:, i].astype(x.dtype) for i in range(W))
+    wide = accumulation_dtype(x, taps)
+    y = sum(padded[:, i : i + T].astype(wide) * taps[:, i].astype(wide) for i in range(W)).astype(x.dtype)
     if length is None:
         return y, padded[:, T:]
     window = length[:, None] + jnp.arange(W - 1)

@@ -16,7 +16,7 @@ from jaxdelta.dims import Matrices, Spectrum, accumulation_dtype
 
 def singular_values(S: Matrices) -> Spectrum:
     """Singular values, descending, [*batch, min(K, V)], in f32 or wider; differentiable where they are distinct."""
-    return jnp.linalg.svd(S.astype(accumulation_dtype(S)), compute_uv=False)
+    return jnp.linalg.svd(jnp.asarray(S).astype(accumulation_dtype(S)), compute_uv=False)
 
 
 def effective_rank(S: Matrices) -> Float[Array, "*batch"]:

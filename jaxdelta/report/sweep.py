@@ -13,7 +13,8 @@ from jaxdelta.analysis.sweep import Summary, summarize
 
 def table(rows: pa.Table) -> Table:
     """Rank, loss and difference to the untouched model, over all tokens and over copy tokens."""
-    scored = sum(r["num_tokens"] for r in rows.to_pylist()) // max(1, len(summarize(rows)))
+    summaries = summarize(rows)
+    scored = sum(rows["num_tokens"].to_pylist()) // len(summaries)
     documents = len(set(rows["document"].to_pylist()))
     copies = {s.world: s for s in summarize(rows, copy_tokens=True)}
     view = Table(
@@ -22,13 +23,13 @@ def table(rows: pa.Table) -> Table:
         "model (first row), ± its paired standard error, % of the untouched loss.",
         box=box.SIMPLE,
     )
-    scopes = [name for name in ("layer", "head") if any(getattr(s.world, name) is not None for s in summarize(rows))]
+    scopes = [name for name in ("layer", "head") if any(getattr(s.world, name) is not None for s in summaries)]
     for name in ("rank", *scopes):
         view.add_column(f"\n{name}", justify="right")
     for group in ("all tokens", "copy tokens"):
         for heading in (f"{group}\nloss", "\ndiff.", "\n±", "\n%"):
             view.add_column(heading, justify="right", no_wrap=True)
-    for summary in summarize(rows):
+    for summary in summaries:
         world = summary.world
         cells = [str(world.rank), *("all" if getattr(world, n) is None else str(getattr(world, n)) for n in scopes)]
         view.add_row(*cells, *_cells(summary), *_cells(copies.get(world)))

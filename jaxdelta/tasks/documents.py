@@ -17,8 +17,8 @@ class Document:
     """A named sequence of token ids.
 
     Attributes:
-        name: of the file, or ``file:line`` in JSON lines.
-        tokens: int32 [N], N >= 2.
+        name: of the file (its path where two share a name), or ``file:line`` in JSON lines.
+        tokens: whole numbers [N], N >= 2.
     """
 
     name: str
@@ -40,9 +40,11 @@ def read_texts(files: Iterable[Path]) -> dict[str, str]:
     Raises:
         ValueError: a file is missing, empty, not UTF-8 or not JSON lines; names it and the line.
     """
+    files = [Path(file) for file in files]
+    names = [file.name for file in files]
     texts: dict[str, str] = {}
-    for file in map(Path, files):
-        for name, text in _texts_of(file):
+    for file in files:
+        for name, text in _texts_of(file, file.name if names.count(file.name) == 1 else str(file)):
             if not text.strip():
                 raise ValueError(f"{name} is empty")
             if name in texts:
@@ -57,6 +59,8 @@ def tokenize(documents: Sequence[str | np.ndarray] | dict[str, str], tokenizer: 
     Raises:
         ValueError: a text without a tokenizer, ids that are not one row of whole numbers, fewer than two tokens.
     """
+    if isinstance(documents, str):
+        raise ValueError("documents is one string; expected a list of texts")
     named = documents.items() if isinstance(documents, dict) else ((f"document_{i}", d) for i, d in enumerate(documents))
     found = []
     for name, document in named:
@@ -68,7 +72,6 @@ def tokenize(documents: Sequence[str | np.ndarray] | dict[str, str], tokenizer: 
             tokens = np.asarray(document)
             if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
                 raise ValueError(f"{name} is {tokens.dtype} of shape {tokens.shape}; expected one row of token ids")
-            tokens = tokens.astype(np.int64)
         if len(tokens) < 2:
             raise ValueError(f"{name} has {len(tokens)} tokens; at least 2 are needed to score one")
         found.append(Document(name, tokens))
@@ -77,9 +80,9 @@ def tokenize(documents: Sequence[str | np.ndarray] | dict[str, str], tokenizer: 
     return found
 
 
-def _texts_of(file: Path) -> Iterable[tuple[str, str]]:
+def _texts_of(file: Path, name: str) -> Iterable[tuple[str, str]]:
     try:
-        content = file.read_text(encoding="utf-8")
+        content = file.read_bytes().decode("utf-8-sig")  # as it is, line ends included
     except FileNotFoundError:
         raise ValueError(f"{file} is missing") from None
     except IsADirectoryError:
@@ -89,9 +92,9 @@ def _texts_of(file: Path) -> Iterable[tuple[str, str]]:
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror})") from None
     if file.suffix != ".jsonl":
-        yield file.name, content
+        yield name, content
         return
-    lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{file} holds no document")
     for number, line in lines:
@@ -102,4 +105,4 @@ def _texts_of(file: Path) -> Iterable[tuple[str, str]]:
         text = value.get("text") if isinstance(value, dict) else value
         if not isinstance(text, str):
             raise ValueError(f'{file}, line {number}: expected a string, or an object with a string "text"')
-        yield f"{file.name}:{number}", text
+        yield f"{name}:{number}", text

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxdelta.dims import HIGHEST
-from jaxdelta.ops.low_rank import truncate, truncation
+from jaxdelta.ops.low_rank import MAX_ROUNDS, has_gap, truncate, truncation
 from jaxdelta.ops.spectra import singular_values
 from tests.helpers import TOLERANCE, dot_precisions, matrices_of_spectrum, orthonormal_columns, relative_error, truncated
 
@@ -363,23 +363,51 @@ def test_derivative_of_full_rank_is_the_identity(method, shape):
     np.testing.assert_array_equal(jvp(method)(S, dS, 24), dS)
 
 
-@METHODS
 @pytest.mark.parametrize(
-    ("sigma", "smooth"),
+    ("sigma", "gap"),
     [
         ([3, 2, 1, 0.5], True),
         ([3, 3, 1, 1], True),
         ([3, 2], True),
+        ([1, 1e-3, 9e-4], True),
         ([3, 2, 2, 1], False),
         ([3], False),
         ([0], False),
     ],
     ids=str,
 )
-def test_smooth_says_whether_there_is_a_gap(method, sigma, smooth, dtype):
+def test_has_gap_says_where_a_derivative_exists(sigma, gap, dtype):
     S = jnp.asarray(matrices_of_spectrum(31, sigma, 24, 31), dtype)
-    assert traced(S, 2, method=method, max_rank=2).smooth == smooth
-    assert traced(S, 24, method=method, max_rank=2).smooth
+    assert has_gap(S, 2) == gap
+    assert has_gap(S, 24)
+
+
+def test_faint_directions_have_their_derivative_in_f32(x64):
+    """At sigma_12 = 4e-3 sigma_1 the Gram matrix of an f32 state no longer tells neighbours apart; an SVD does."""
+    S = matrices_of_spectrum(36, 0.6 ** np.arange(24), 24, 31)
+    dS = np.random.default_rng(37).standard_normal(S.shape)
+    exact = jax.jvp(lambda S: truncate(S, 12), (jnp.asarray(S),), (jnp.asarray(dS),))[1]
+    found = jax.jvp(lambda S: truncate(S, 12), *(((jnp.asarray(a, jnp.float32),)) for a in (S, dS)))[1]
+    assert found.dtype == jnp.float32
+    assert relative_error(found, exact) < 1e-2
+
+
+def test_second_derivatives_equal_central_differences_of_the_first(x64):
+    S = jnp.asarray(matrices_of_spectrum(38, [3, 2, 1, 0.5, 0.2], 5, 7))
+    direction = jnp.asarray(np.random.default_rng(39).standard_normal(S.shape))
+    gradient = jax.grad(lambda S: jnp.sum(jnp.sin(truncate(S, 2))))
+    found = jax.jvp(gradient, (S,), (direction,))[1]
+    h = 1e-5
+    expected = (gradient(S + h * direction) - gradient(S - h * direction)) / (2 * h)
+    assert jnp.linalg.norm(expected) > 0.1
+    assert relative_error(found, expected) < 1e-6
+
+
+def test_spectra_too_flat_to_converge_are_cut_exactly():
+    S = jnp.asarray(matrices_of_spectrum(40, 0.999 ** np.arange(48), 48, 50), jnp.float32)
+    out = known(S, 5, method="subspace")
+    assert out.rounds == MAX_ROUNDS + 1
+    np.testing.assert_allclose(energy(out.state), energy(truncated(S, 5)), rtol=1e-5)
 
 
 @METHODS

@@ -39,17 +39,31 @@ def test_a_json_line_ends_at_a_newline_alone(tmp_path, inside):
     assert read_texts([file]) == {"a.jsonl:1": f"w1{inside}w2", "a.jsonl:2": "w3"}
 
 
-@pytest.mark.parametrize("name", ["ö u̇ 漢字 🙂.txt", "a:b*c?.txt", " leading.txt", "-option.txt", "[bold].txt", "line\nbreak.txt"])
+@pytest.mark.parametrize(
+    "name", ["ö u̇ 漢字 🙂.txt", "a:b*c?.txt", " leading.txt", "-option.txt", "[bold].txt", "line\nbreak.txt"]
+)
 def test_odd_names_are_names(tmp_path, name):
     assert read_texts([write(tmp_path / name, "w1 w2")]) == {name: "w1 w2"}
 
 
-def test_two_files_of_one_name_are_refused(tmp_path):
-    """Rows and checksums go by name; one of them would take the other's place."""
-    files = [write(tmp_path / folder / "a.txt", text) for folder, text in (("x", "w1"), ("y", "w2"))]
-    for given in (files, files[:1] * 2):
-        with pytest.raises(ValueError, match=r"a\.txt is given twice"):
-            read_texts(given)
+def test_files_of_one_name_go_by_their_paths(tmp_path):
+    files = [write(tmp_path / folder, text) for folder, text in (("x/a.txt", "w1"), ("y/a.txt", "w2"), ("y/b.txt", "w3"))]
+    assert read_texts(files) == {str(files[0]): "w1", str(files[1]): "w2", "b.txt": "w3"}
+
+
+def test_a_file_given_twice_is_refused(tmp_path):
+    file = write(tmp_path / "a.txt", "w1")
+    with pytest.raises(ValueError, match=r"a\.txt is given twice"):
+        read_texts([file, file])
+
+
+def test_a_text_is_read_as_it_is_but_for_a_byte_order_mark(tmp_path):
+    """Line ends are text: translated, a document would have other tokens."""
+    files = [
+        write(tmp_path / "a.txt", b"\xef\xbb\xbfw1\r\nw2\rw3\n"),
+        write(tmp_path / "b.jsonl", b'\xef\xbb\xbf"w1\\r"\r\n'),
+    ]
+    assert read_texts(files) == {"a.txt": "w1\r\nw2\rw3\n", "b.jsonl:1": "w1\r"}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +110,8 @@ def test_a_file_name_that_is_no_text_is_refused_or_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("place", "message"), [("missing.txt", r"missing\.txt is missing"), (".", "is a folder"), ("a.txt/b.txt", "cannot be read")]
+    ("place", "message"),
+    [("missing.txt", r"missing\.txt is missing"), (".", "is a folder"), ("a.txt/b.txt", "cannot be read")],
 )
 def test_a_place_without_a_text_is_named(tmp_path, place, message):
     write(tmp_path / "a.txt", "w1")

@@ -1,0 +1,75 @@
+"""Qwen3.5 in transformers: a segmented run with every state after every segment.
+
+transformers keeps of a linear layer S [B, H, K, V] in f32 and the last W pre-convolution columns [B, E, W] (this library
+keeps W - 1 of them, [B, W - 1, E]); of an attention layer keys and values [B, G, T, d] (here [B, T, G, d]).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ports.references import import_transformers
+
+
+class Snapshot(NamedTuple):
+    """Carried arrays of one layer in this library's layout: (S, tail) of a linear layer, (keys, values) of attention."""
+
+    first: np.ndarray
+    second: np.ndarray
+
+
+class Reference:
+    """A checkpoint in transformers, f32 unless told otherwise."""
+
+    def __init__(self, folder: Path, dtype: str = "float32"):
+        transformers = import_transformers()
+        import torch
+
+        self.torch = torch
+        self.model = transformers.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.layer_types = self.model.config.layer_types
+
+    def run(
+        self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
+    ) -> tuple[np.ndarray, list[list[Snapshot]]]:
+        """Logits [B, T, Y] and, after each of the segments of ``splits`` tokens, a snapshot of each layer.
+
+        ``mask``: False is padding on the left.
+        """
+        torch, cache, logits, snapshots, begin = self.torch, None, [], [], 0
+        for length in splits or [tokens.shape[1]]:
+            end = begin + length
+            attention = None if mask is None else torch.tensor(mask[:, :end].astype(np.int64))
+            positions = None if mask is None else (torch.tensor(mask[:, :end]).cumsum(1) - 1).clamp(min=0)[:, begin:end]
+            with torch.no_grad():
+                out = self.model(
+                    torch.tensor(tokens[:, begin:end].astype(np.int64)),
+                    attention_mask=attention,
+                    position_ids=positions,
+                    cache=cache,
+                    use_cache=True,
+                )
+            cache, begin = out.cache, end
+            logits.append(out.logits.float().numpy())
+            snapshots.append(
+                [self._snapshot(layer, kind) for layer, kind in zip(cache.layers, self.layer_types, strict=True)]
+            )
+        return np.concatenate(logits, axis=1), snapshots
+
+    def loss_gradients(self, tokens: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
+        """Mean next-token loss of one pass over rows [B, T], and its derivative for every parameter by its stored name."""
+        torch = self.torch
+        ids = torch.tensor(tokens.astype(np.int64))
+        logits = self.model(ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        self.model.zero_grad()
+        loss.backward()
+        return loss.item(), {name: p.grad.numpy().copy() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def _snapshot(self, layer, kind: str) -> Snapshot:
+        if kind == "linear_attention":
+            S, columns = layer.recurrent_states[0], layer.conv_states[0]
+            return Snapshot(S.float().numpy().copy(), columns[..., 1:].transpose(1, 2).float().numpy().copy())
+        return Snapshot(*(a.transpose(1, 2).float().numpy().copy() for a in (layer.keys, layer.values)))
