@@ -2,8 +2,8 @@
 
 import os
 
-# XLA spreads a batch of factorizations over the cores; threads of OpenBLAS below it wait for one another, and on a busy machine
-# made small ones 250 times slower. OpenBLAS reads this when the first of them is compiled.
+# XLA spreads a batch of factorizations over the cores; threads of OpenBLAS below it wait for one another, and on a busy
+# machine made small ones 250 times slower. OpenBLAS reads this when the first of them is compiled.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from jaxdelta.analysis.sweep import sweep

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,6 @@ class Results:
         rows = pa.concat_tables([self.part(index) for index in range(count)])
         self._write(self.folder / "rows.parquet", lambda file: pa_parquet.write_table(rows, file))
         self._write(self.folder / "rows.csv", lambda file: pa_csv.write_csv(rows, file))
-        for unfinished in self.folder.glob("**/*.partial"):
-            unfinished.unlink()
         if "finished" not in self.manifest:
             self.manifest["finished"] = _now()
             self._write_manifest()
@@ -99,15 +98,11 @@ class Results:
     def _read_manifest(self, configuration: dict[str, Any]) -> dict[str, Any]:
         try:
             manifest = json.loads(self._manifest.read_text())
-            found = manifest["configuration"]
+            found, _ = dict(manifest["configuration"]), manifest["plan"]
         except (ValueError, KeyError, TypeError):
             raise ResultsError(f"{self._manifest} is no manifest of a run; choose another folder") from None
         if found != configuration:
-            differing = "; ".join(
-                f"{key} is {_short(found.get(key))} there, {_short(configuration.get(key))} now"
-                for key in sorted(found.keys() | configuration.keys())
-                if found.get(key) != configuration.get(key)
-            )
+            differing = "; ".join(_differences(found, configuration))
             raise ResultsError(
                 f"{self.folder} holds results of another configuration ({differing}); choose another folder or remove it"
             )
@@ -141,7 +136,7 @@ def environment() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this file lies in, with ``+changes`` where it has any; None outside of one."""
+    """Last commit that changed the library, with ``+changes`` where it has any since; None outside of a checkout."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -149,9 +144,19 @@ def commit() -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", __file__)
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", here) else "")
+        last = git("log", "-1", "--format=%H", "--", str(here))
+        return last + ("+changes" if git("status", "--porcelain", "--", str(here)) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _differences(found: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in sorted(found.keys() | now.keys()):
+        a, b = found.get(key), now.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from _differences(a, b, f"{prefix}{key} ")
+        elif a != b:
+            yield f"{prefix}{key} is {_short(a)} there, {_short(b)} now"
 
 
 def _short(value: Any) -> str:

@@ -73,7 +73,10 @@ def forward(model: Qwen3_5, tokens: Tokens, carry: Carry, mask: Mask | None = No
     """
     if not tokens.shape[1]:
         raise ValueError("there are no tokens to run")
-    check_tokens(tokens if mask is None else jnp.where(jnp.asarray(mask), tokens, 0), model.config.vocab_size)
+    if mask is not None and mask.shape != tokens.shape:
+        raise ValueError(f"the mask has shape {mask.shape}, the tokens {tokens.shape}")
+    where = np.where if isinstance(tokens, np.ndarray) else jnp.where  # jnp would wrap 64 bits to 32
+    check_tokens(tokens if mask is None else where(mask, tokens, 0), model.config.vocab_size)
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.shape[0] != carry.position.shape[0]:
         raise ValueError(f"tokens have {tokens.shape[0]} rows, the carry {carry.position.shape[0]}")
@@ -107,8 +110,12 @@ def run(
         NonFiniteError: a NaN or an infinity, with its layer, segment and row.
     """
     tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or not len(tokens):
+        raise ValueError(f"tokens have shape {tokens.shape}; expected [B, N] with at least one row")
     B, N = tokens.shape
     lengths = np.full(B, N) if lengths is None else np.asarray(lengths)
+    if lengths.shape != (B,):
+        raise ValueError(f"lengths have shape {lengths.shape}; expected one for each of {B} rows")
     if segment < 1:
         raise ValueError(f"segment is {segment}; expected at least 1 token")
     if lengths.min() < 2 or lengths.max() > N:
@@ -139,7 +146,9 @@ def run(
             after_segment(index - 1)
     losses.append(_collect(model.config, *waiting.pop(), lengths, segment))
     after_segment(count - 1)
-    return Run(np.concatenate(losses, axis=1)[:, : N - 1], carry, _stack(records))
+    found = np.full((B, max(N, count * segment)), np.nan, losses[0].dtype)
+    found[:, : count * segment] = np.concatenate(losses, axis=1)
+    return Run(found[:, : N - 1], carry, _stack(records))
 
 
 def _collect(

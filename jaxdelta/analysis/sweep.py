@@ -6,6 +6,7 @@ scope; the attention layers are never touched, and the cut compounds. The protoc
 Qwen3.5-0.8B: segments of 256 tokens, mean next-token loss, copy tokens apart.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -127,7 +128,7 @@ def sweep(
         dtype=model.dtype.name,
         revision=model.origin.revision if model.origin else None,
         parameters=parameters_sha256(model) if out is not None else None,
-        documents={d.name: d.sha256() for d in documents},
+        documents=[[d.name, d.sha256()] for d in documents],  # a list: parts are cut in its order
         ranks=sorted({world.rank for world in worlds}),
         segment=segment,
         scope=scope,
@@ -174,7 +175,7 @@ def make_worlds(config: Qwen3_5Config, ranks: Sequence[int], scope: Scope = "all
     """
     if scope not in ("all", "layer", "head"):
         raise ValueError(f"scope is {scope!r}; expected all, layer or head")
-    ranks = sorted(set(ranks))
+    ranks = sorted({operator.index(r) for r in ranks})  # numpy integers are no JSON
     wrong = [r for r in ranks if not 1 <= r <= config.max_rank]
     if wrong or not ranks:
         raise ValueError(f"ranks {ranks}: expected whole numbers from 1 to min(K, V) = {config.max_rank}")
@@ -219,6 +220,8 @@ def _as_documents(documents, model: Qwen3_5) -> list[Document]:
     if len(set(names)) < len(names):
         raise ValueError(f"documents share names: {sorted({n for n in names if names.count(n) > 1})}")
     for document in documents:
+        if len(document.tokens) < 2:
+            raise ValueError(f"{document.name} has {len(document.tokens)} tokens; at least 2 are needed to score one")
         check_tokens(document.tokens, model.config.vocab_size)
     return documents
 

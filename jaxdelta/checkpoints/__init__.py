@@ -126,7 +126,7 @@ def save(model: Qwen3_5, path: str | os.PathLike) -> None:
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    taken = [n for n in ("config.json", SINGLE, INDEX) if (folder / n).exists()]
+    taken = [n for n in ("config.json", "tokenizer.json", SINGLE, INDEX) if (folder / n).exists()]
     if taken:
         raise FileExistsError(f"{folder} already holds {', '.join(taken)}; choose another folder or remove them")
     leaves = dict(nnx.to_flat_state(nnx.state(model)))
@@ -137,9 +137,9 @@ def save(model: Qwen3_5, path: str | os.PathLike) -> None:
         array = array.astype(STORED[stored_dtypes[entry.name]] if entry.name in stored_dtypes else array.dtype)
         name = entry.name if entry.name == "lm_head.weight" else qwen3_5.PREFIXES[1] + entry.name
         tensors[name] = np.ascontiguousarray(array.reshape(entry.shape))
+    save_file(tensors, folder / "model.partial", metadata={"format": "pt"})
     if model.tokenizer is not None:
         model.tokenizer.save(str(folder / "tokenizer.json"))
-    save_file(tensors, folder / "model.partial", metadata={"format": "pt"})
     raw = model.origin.raw_config if model.origin else None
     (folder / "config.json").write_text(json.dumps(qwen3_5.config_to_json(model.config, raw), indent=2) + "\n")
     (folder / "model.partial").chmod((folder / "config.json").stat().st_mode)  # safetensors writes for the owner alone
@@ -179,6 +179,10 @@ def parameters_sha256(model: Qwen3_5) -> str:
 def _resolve(name: str | os.PathLike, revision: str | None) -> tuple[Path, str | None]:
     """The local folder of a model, and the commit where it is a hub download."""
     text = os.fspath(name)
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{text} begins with the home of a user that does not exist") from None
     if revision is not None and (text in embedded_models() or Path(text).expanduser().exists()):
         raise CheckpointError(f"{text} is local; a revision ({revision}) can only be asked of a hub id")
     if text in embedded_models():
@@ -197,12 +201,12 @@ def _resolve(name: str | os.PathLike, revision: str | None) -> tuple[Path, str |
 
 def _download(repo: str, revision: str | None) -> tuple[Path, str]:
     import huggingface_hub  # a second to import, and most runs are local
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (HfHubHTTPError.__bases__[0], HFValidationError, OSError) as error:  # the first: of its HTTP client
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{repo} is no local folder and could not be had from the hub ({reason}); "
             "give a folder, or check the id and the network"

@@ -5,6 +5,7 @@ prefixes text tensors with ``model.language_model.``; a text-only one is flat wi
 prediction tensors are ignored by name. Norms are stored as offsets from one and kept so.
 """
 
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
     head_dim = _field(text, "head_dim", _field(text, "hidden_size") // max(1, _field(text, "num_attention_heads")))
     rotary_dim = int(head_dim * _real(rope, "partial_rotary_factor", 0.25))
     sections = rope.get("mrope_section")
+    if sections is not None and not (isinstance(sections, list) and all(isinstance(n, int) for n in sections)):
+        raise CheckpointError(f"config.json has mrope_section = {sections!r}; expected a list of whole numbers")
     if sections is not None and 2 * sum(sections) != rotary_dim:
         raise CheckpointError(
             f"mrope_section {sections} sums to {sum(sections)}; expected half of {rotary_dim} rotary dims"
@@ -70,7 +73,7 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
             rotary_dim=rotary_dim,
             rope_theta=_real(rope, "rope_theta"),
             norm_eps=_real(text, "rms_norm_eps", 1e-6),
-            tied=bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
+            tied=_tied(text, raw),
             max_position=_field(text, "max_position_embeddings", 32768),
         )
     except ValueError as error:
@@ -104,13 +107,13 @@ def config_to_json(config: Qwen3_5Config, raw: dict[str, Any] | None = None) -> 
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": config.rope_theta,
-            "partial_rotary_factor": config.rotary_dim / config.head_dim,
+            "partial_rotary_factor": _fraction(config.rotary_dim, config.head_dim),
             "mrope_section": _sections(config.rotary_dim // 2),
             "mrope_interleaved": True,
         },
     }
     text = dict((raw or {}).get("text_config", raw or {}))
-    rope = known["rope_parameters"] | {k: v for k, v in text.get("rope_parameters", {}).items() if k == "mrope_section"}
+    rope = known["rope_parameters"] | {k: v for k, v in (text.get("rope_parameters") or {}).items() if k == "mrope_section"}
     return text | known | {"rope_parameters": rope}
 
 
@@ -193,6 +196,19 @@ def _real(fields: dict[str, Any], name: str, default: float | None = None) -> fl
     return float(value)
 
 
+def _tied(text: dict[str, Any], raw: dict[str, Any]) -> bool:
+    value = text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json has tie_word_embeddings = {value!r}; expected true or false")
+    return value
+
+
+def _fraction(part: int, whole: int) -> float:
+    """A fraction from which ``int(whole * fraction)``, as readers compute it, gives the part."""
+    fraction = part / whole
+    return fraction if int(whole * fraction) == part else math.nextafter(fraction, 1)
+
+
 def _require(fields: dict[str, Any], name: str, expected: Any, *, default: Any) -> None:
     if fields.get(name, default) != expected:
         raise CheckpointError(f"config.json has {name} = {fields[name]!r}; only {expected!r} is computed here")
@@ -201,6 +217,9 @@ def _require(fields: dict[str, Any], name: str, expected: Any, *, default: Any) 
 def _rope(text: dict[str, Any]) -> dict[str, Any]:
     """RoPE fields of any age: in ``rope_parameters``, in ``rope_scaling``, or at the top level."""
     top = {name: text[name] for name in ("rope_theta", "partial_rotary_factor") if name in text}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(text.get(name) or {}, dict):
+            raise CheckpointError(f"config.json has {name} = {text[name]!r}; expected an object")
     return top | (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
 
 
@@ -210,6 +229,8 @@ def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
     types = text.get("layer_types") or [
         "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
     ]
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise CheckpointError(f"config.json has layer_types = {types!r}; expected a list of names")
     unknown = sorted(set(types) - set(KINDS))
     if unknown or len(types) != count:
         raise CheckpointError(f"layer_types has {len(types)} entries for {count} layers; unknown kinds: {_some(unknown)}")

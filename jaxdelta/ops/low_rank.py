@@ -24,7 +24,7 @@ states.
 """
 
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxdelta.dims import HIGHEST, Matrices, accumulation_dtype, is_traced
 
 Method = Literal["subspace", "eigh", "svd"]
+Rank: TypeAlias = int | np.integer | np.ndarray | Int[Array, "..."]
 
 TOLERANCE = 3e-6  # energy missed over energy kept at which rounds stop
 GAP_TOLERANCE = 100.0  # in units of eps * sigma_1
@@ -60,7 +61,7 @@ class Truncation(NamedTuple):
 
 def truncate(
     S: Matrices,
-    rank: int | Int[Array, "..."] | np.ndarray,
+    rank: Rank,
     *,
     method: Method | None = None,
     max_rank: int | None = None,
@@ -87,7 +88,7 @@ def truncate(
 
 def truncation(
     S: Matrices,
-    rank: int | Int[Array, "..."] | np.ndarray,
+    rank: Rank,
     *,
     method: Method | None = None,
     max_rank: int | None = None,
@@ -114,7 +115,7 @@ def truncation(
     return _truncation(method, max_rank, S, rank, basis)
 
 
-def has_gap(S: Matrices, rank: int | Int[Array, "..."] | np.ndarray) -> Bool[Array, "*batch"]:
+def has_gap(S: Matrices, rank: Rank) -> Bool[Array, "*batch"]:
     """Whether the truncation of each matrix to ``rank`` has a derivative: a gap below sigma_r, or full rank."""
     S = jnp.asarray(S)
     rank = jnp.broadcast_to(jnp.asarray(rank, jnp.int32), S.shape[:-2])
@@ -254,8 +255,8 @@ def _subspace(A: Array, rank: Array, basis: Array) -> tuple[Array, Array, Array]
     """Left Ritz vectors [*batch K Q], the estimate of the energy missed, and the rounds it took.
 
     Residuals are blind to directions that the subspace lacks altogether, as after a warm start from a basis orthogonal to
-    what has been written since. So after each round random vectors outside of the subspace are tried; where one carries more
-    energy than the last kept direction, they join the subspace for another round.
+    what has been written since. So after each round random vectors outside of the subspace are tried; where one carries
+    more energy than the last kept direction, they join the subspace for another round.
     """
     K, Q = basis.shape[-2:]
     index = jnp.arange(Q)

@@ -22,10 +22,12 @@ def table(rows: pa.Table) -> Table:
         caption="Nats a scored token, mean over documents; diff. to the untouched\n"
         "model (first row), ± its paired standard error, % of the untouched loss.",
         box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     scopes = [name for name in ("layer", "head") if any(getattr(s.world, name) is not None for s in summaries)]
     for name in ("rank", *scopes):
-        view.add_column(f"\n{name}", justify="right")
+        view.add_column(f"\n{name}", justify="right", no_wrap=True)
     for group in ("all tokens", "copy tokens"):
         for heading in (f"{group}\nloss", "\ndiff.", "\n±", "\n%"):
             view.add_column(heading, justify="right", no_wrap=True)

@@ -45,6 +45,10 @@ def read_texts(files: Iterable[Path]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for file in files:
         for name, text in _texts_of(file, file.name if names.count(file.name) == 1 else str(file)):
+            try:
+                (name + text).encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{ascii(name)[1:-1]} or its text holds half a surrogate pair, which is no text") from None
             if not text.strip():
                 raise ValueError(f"{name} is empty")
             if name in texts:

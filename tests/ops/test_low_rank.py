@@ -142,7 +142,7 @@ def test_state_of_a_bf16_state_is_f32(method):
 def test_every_product_is_of_the_highest_precision(method):
     S = decaying(10, ratio=0.6)
     precisions = dot_precisions(jax.grad(lambda S: truncate(S, 4, method=method).sum()), S)
-    assert len(precisions) >= 8
+    assert len(precisions) >= 6
     assert set(precisions) == {(HIGHEST, HIGHEST)}
 
 
