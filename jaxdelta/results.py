@@ -87,10 +87,21 @@ class Results:
         rows = pa.concat_tables([self.part(index) for index in range(count)])
         self._write(self.folder / "rows.parquet", lambda file: pa_parquet.write_table(rows, file))
         self._write(self.folder / "rows.csv", lambda file: pa_csv.write_csv(rows, file))
+        self._remove_leftovers()
         if "finished" not in self.manifest:
             self.manifest["finished"] = _now()
             self._write_manifest()
         return rows
+
+    def _remove_leftovers(self) -> None:
+        """Half-written files of runs that were killed; those of a live process are its own."""
+        for file in self.folder.glob("**/*.partial"):
+            try:
+                os.kill(int(file.name.split(".")[-2]), 0)
+            except (ProcessLookupError, ValueError):
+                file.unlink(missing_ok=True)
+            except PermissionError:
+                pass  # a live process of somebody else
 
     def _part_file(self, index: int) -> Path:
         return self.folder / "parts" / f"{index:04d}.parquet"

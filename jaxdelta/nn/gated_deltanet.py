@@ -60,7 +60,7 @@ class GatedDeltaNet(nnx.Module):
         """The carry before the first token of ``batch`` texts."""
         c = self.config
         return LinearCarry(
-            jnp.zeros((batch, c.num_value_heads, c.key_dim, c.value_dim), jnp.float32),
+            jnp.zeros((batch, c.num_value_heads, c.key_dim, c.value_dim), jnp.promote_types(dtype, jnp.float32)),
             jnp.zeros((batch, c.conv_width - 1, c.conv_channels), dtype),
         )
 

@@ -112,7 +112,7 @@ def truncation(
     S = S.astype(accumulation_dtype(S))
     if basis is None:
         basis = initial_basis(S.shape, max_rank, method, S.dtype)
-    return _truncation(method, max_rank, S, rank, basis)
+    return _compiled(method, max_rank, S, rank, basis)
 
 
 def has_gap(S: Matrices, rank: Rank) -> Bool[Array, "*batch"]:
@@ -221,6 +221,9 @@ def _truncation_jvp(method, max_rank, primals, tangents):
         missed=jnp.zeros_like(out.missed),
         rounds=none,
     )
+
+
+_compiled = jax.jit(_truncation, static_argnums=(0, 1))  # a call outside of jit would compile its loop every time
 
 
 def _gap_at(sigma: Array, rank: Array) -> Array:

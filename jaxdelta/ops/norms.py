@@ -23,7 +23,7 @@ def _normalised(x: Array, eps: float) -> Array:
 
 def rms_norm(x: Float[Array, "*batch D"], weight: Float[Array, " D"], *, eps: float = 1e-6) -> Float[Array, "*batch D"]:
     """RMSNorm whose scale is ``1 + weight``; returned in the dtype of ``x``."""
-    return (_normalised(x, eps) * (1.0 + weight)).astype(x.dtype)
+    return (_normalised(x, eps) * (1.0 + weight.astype(accumulation_dtype(x, weight)))).astype(x.dtype)
 
 
 def gated_rms_norm(
