@@ -39,7 +39,7 @@ def write_random_checkpoint(folder: Path, *, seed: int = 0, **changes) -> Path:
         for name, p in model.named_parameters():
             scale = 0.3 if p.ndim == 1 else 2 * p.shape[-1] ** -0.5 if "conv" in name else p.shape[-1] ** -0.5
             noise = torch.tensor(rng.standard_normal(tuple(p.shape)) * scale, dtype=p.dtype)
-            middle = {"A_log": 0.0, "dt_bias": -3.0}.get(name.rsplit(".", 1)[-1], 1.0 if "linear_attn.norm" in name else 0.0)
+            middle = {"A_log": 0.0, "dt_bias": -3.0}.get(name.rsplit(".", 1)[-1], float("linear_attn.norm" in name))
             p.copy_(noise + middle)
     model.save_pretrained(folder)
     return folder
