@@ -15,12 +15,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxdelta.dims import Mask, Tokens, is_traced
+from jaxdelta.dims import HIGHEST, Mask, Tokens, accumulation_dtype, is_traced, linear
 from jaxdelta.interventions import Intervention
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.models.qwen3_5 import Carry, Qwen3_5
 
 LOGITS_AT_ONCE = 2**26  # entries of the largest block of logits, 256 MiB in f32
+WORDS_AT_ONCE = 8192  # in a block of logits; on a CPU a wider one leaves the caches and is a third slower
 
 
 class NonFiniteError(ValueError):
@@ -210,24 +211,34 @@ def _forward(config, params, carry: Carry, tokens: Tokens, mask: Mask | None):
 
 
 def token_losses(model: Qwen3_5, hidden: Float[Array, "B T D"], targets: Tokens) -> Float[Array, "B T"]:
-    """Nats of each target, with the logits of at most LOGITS_AT_ONCE entries in memory at once."""
+    """Nats of each target. Logits exist for a block of words at a time, at most LOGITS_AT_ONCE entries of them."""
     B, T, D = hidden.shape
-    block = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
-    block = min(B * T, block - block % 128 if block > 128 else block)  # whole tiles of matrix units
-    pad = -(B * T) % block
-    rows = jnp.pad(hidden.reshape(B * T, D), ((0, pad), (0, 0))).reshape(-1, block, D)
-    words = jnp.pad(targets.reshape(B * T), (0, pad)).reshape(-1, block)
+    rows, weight = hidden.reshape(B * T, D), model.head_weight
+    block = _words_at_once(len(weight), B * T)
+    whole = len(weight) // block * block
 
-    def losses(rows_and_words):
-        rows, words = rows_and_words
-        logits = model.logits(rows)
-        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, words[:, None], axis=-1)[:, 0]
+    def add(sums, words):
+        """Log-sum-exp so far, as the largest logit and the sum relative to it."""
+        largest, total = sums
+        logits = linear(rows, words, dtype=largest.dtype)
+        new = jnp.maximum(largest, jnp.max(logits, axis=-1))
+        return (new, total * jnp.exp(largest - new) + jnp.sum(jnp.exp(logits - new[:, None]), axis=-1)), None
 
-    if rows.shape[0] == 1:
-        loss = losses((rows[0], words[0]))
-    else:
-        loss = jax.lax.map(jax.checkpoint(losses), (rows, words)).reshape(-1)
-    return loss[: B * T].reshape(B, T)
+    wide = accumulation_dtype(hidden)
+    sums = jnp.full(B * T, -jnp.inf, wide), jnp.zeros(B * T, wide)
+    sums, _ = jax.lax.scan(jax.checkpoint(add), sums, weight[:whole].reshape(-1, block, D))
+    if whole < len(weight):
+        sums, _ = add(sums, weight[whole:])
+    largest, total = sums
+    precision = HIGHEST if rows.dtype != jnp.bfloat16 else None
+    chosen = jnp.einsum("nd,nd->n", rows, weight[targets.reshape(-1)], preferred_element_type=wide, precision=precision)
+    return (largest + jnp.log(total) - chosen).reshape(B, T)
+
+
+def _words_at_once(words: int, rows: int) -> int:
+    """Words of a block: a divisor of their number, where there is a good one, so that no block is cut off and copied."""
+    most = max(1, min(words, WORDS_AT_ONCE, LOGITS_AT_ONCE // rows))
+    return next((n for n in range(most, most // 4, -1) if words % n == 0), most)
 
 
 def check_tokens(tokens: np.ndarray | Array, vocab_size: int) -> None:

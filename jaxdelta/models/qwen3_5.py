@@ -130,10 +130,14 @@ class Qwen3_5(nnx.Module):
         position = carry.position + (T if length is None else length)
         return Output(hidden, Carry(tuple(layers), position.astype(jnp.int32)), jnp.stack(finite))
 
+    @property
+    def head_weight(self) -> Float[Array, "Y D"]:
+        """Weight of the head: the embedding where they are tied."""
+        return (self.embed if self.config.tied else self.head)[...]
+
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch Y"]:
         """Scores of the words, in f32 or wider."""
-        weight = (self.embed if self.config.tied else self.head)[...]
-        return linear(hidden, weight, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+        return linear(hidden, self.head_weight, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
 
 
 def _finite(x: Array) -> Bool[Array, " B"]:

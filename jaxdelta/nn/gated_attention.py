@@ -113,11 +113,10 @@ def attend(
 
 
 def _prefix_lengths(shortest: int, M: int) -> list[int]:
-    """Prefixes of the cache, each twice the one before, the last the whole."""
-    lengths = [max(shortest, SHORTEST_PREFIX)]
-    while lengths[-1] < M:
-        lengths.append(2 * lengths[-1])
-    return [*lengths[:-1], M]
+    """Prefixes of the cache, each up to half as long again as the one before, the last the whole."""
+    shortest = max(shortest, SHORTEST_PREFIX)
+    doubled = [shortest << i for i in range(M.bit_length())]
+    return [n for n in sorted({*doubled, *(3 * n // 2 for n in doubled)}) if n < M] + [M]
 
 
 def _attend(q: Array, keys: Array, values: Array, positions: Array) -> Array:
