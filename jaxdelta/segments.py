@@ -2,7 +2,7 @@
 
 A text is cut into segments of equal length. One compiled function takes a segment and the carry and gives the loss of every
 token and the next carry; between two segments an intervention may change the carry. The last position of a segment predicts
-the first token of the next, so N tokens give N - 1 losses, each once. Logits exist for a block of tokens at a time.
+the first token of the next, so N tokens give N - 1 losses, each once. Logits exist for a block of words at a time.
 """
 
 from collections.abc import Callable
