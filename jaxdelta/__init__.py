@@ -9,8 +9,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from jaxdelta.analysis.sweep import sweep
 from jaxdelta.checkpoints import CheckpointError, embedded_models, inspect, load, save
 from jaxdelta.interventions import Truncate
-from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.models.qwen3_5 import Carry, Qwen3_5, states, with_states
+from jaxdelta.models.config import AttentionSizes, DeltaLMConfig, Qwen3_5Config
+from jaxdelta.models.decoder import Carry, Decoder, states, with_states
+from jaxdelta.models.delta_lm import DeltaLM
+from jaxdelta.models.qwen3_5 import Qwen3_5
+from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked
 from jaxdelta.ops.low_rank import truncate
 from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, stable_rank, threshold_rank
@@ -18,8 +21,12 @@ from jaxdelta.results import ResultsError
 from jaxdelta.segments import NonFiniteError, Run, forward, init_carry, run
 
 __all__ = [
+    "AttentionSizes",
     "Carry",
     "CheckpointError",
+    "Decoder",
+    "DeltaLM",
+    "DeltaLMConfig",
     "NonFiniteError",
     "Qwen3_5",
     "Qwen3_5Config",
@@ -30,6 +37,8 @@ __all__ = [
     "embedded_models",
     "energy_rank",
     "forward",
+    "gated_delta_product",
+    "gated_delta_product_chunked",
     "gated_delta_rule",
     "gated_delta_rule_chunked",
     "init_carry",

@@ -6,6 +6,7 @@ The same letters stand in annotations, einsum strings and docstrings:
     L linear layers   H value heads   G key heads or key/value heads of attention   K key dim   V value dim
     D model width     C chunk positions          W conv taps       E conv channels   R singular directions
     M places of the key/value cache              F width of the MLP                  Y vocabulary
+    P writes of a linear layer: T x n_h, a token's Householder steps side by side
 
 The state S is K x V per head and, like decays, write strengths and every read of S, is f32 or wider.
 """
@@ -26,6 +27,9 @@ Mask: TypeAlias = Bool[AnyArray, "B T"]
 Keys: TypeAlias = Float[AnyArray, "B T H K"]
 Values: TypeAlias = Float[AnyArray, "B T H V"]
 Gates: TypeAlias = Float[AnyArray, "B T H"]
+StepKeys: TypeAlias = Float[AnyArray, "B P H K"]
+StepValues: TypeAlias = Float[AnyArray, "B P H V"]
+StepGates: TypeAlias = Float[AnyArray, "B P H"]
 State: TypeAlias = Float[AnyArray, "B H K V"]
 Matrices: TypeAlias = Float[AnyArray, "*batch K V"]
 Spectrum: TypeAlias = Float[Array, "*batch R"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxdelta.models.qwen3_5 import Carry, states, with_states
+from jaxdelta.models.decoder import Carry, states, with_states
 from jaxdelta.ops import low_rank
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.models.qwen3_5 import Qwen3_5
+from jaxdelta.models import build
+from jaxdelta.models.config import DecoderConfig
 from jaxdelta.segments import LOGITS_AT_ONCE
 
 SHARE = 0.7  # of the device's memory; the rest is for fragmentation and for what the estimate does not see
@@ -37,7 +37,7 @@ class RunMemory:
         return self.parameters + self.logits + rows * (self.row_carry + self.row_work)
 
 
-def run_memory(config: Qwen3_5Config, *, dtype: str, segment: int, max_length: int) -> RunMemory:
+def run_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: int) -> RunMemory:
     """Estimate from the sizes of the arrays that are alive together; ``segment`` and ``max_length`` in tokens.
 
     Raises:
@@ -45,7 +45,7 @@ def run_memory(config: Qwen3_5Config, *, dtype: str, segment: int, max_length: i
     """
     if segment < 1 or max_length < 1:
         raise ValueError(f"segment = {segment} and max_length = {max_length}; expected at least 1 token each")
-    model = nnx.eval_shape(lambda: Qwen3_5(config, dtype=jnp.dtype(dtype)))
+    model = nnx.eval_shape(lambda: build(config, dtype=jnp.dtype(dtype)))
     carry = jax.eval_shape(lambda: model.init_carry(1, max_length))
     c, size = config, jnp.dtype(dtype).itemsize
     states = len(c.linear_layers) * c.num_value_heads * c.key_dim * c.value_dim * 4

@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxdelta.dims import HIGHEST, Mask, Tokens, accumulation_dtype, is_traced, linear
 from jaxdelta.interventions import Intervention
-from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.models.qwen3_5 import Carry, Qwen3_5
+from jaxdelta.models import build
+from jaxdelta.models.config import DecoderConfig
+from jaxdelta.models.decoder import Carry, Decoder
 
 LOGITS_AT_ONCE = 2**26  # entries of the largest block of logits, 256 MiB in f32
 WORDS_AT_ONCE = 8192  # in a block of logits; on a CPU a wider one leaves the caches and is a third slower
@@ -46,7 +47,7 @@ class Run(NamedTuple):
     records: Any
 
 
-def init_carry(model: Qwen3_5, batch: int = 1, max_length: int = 16384) -> Carry:
+def init_carry(model: Decoder, batch: int = 1, max_length: int = 16384) -> Carry:
     """The carry before the first token of ``batch`` texts of at most ``max_length`` tokens.
 
     Raises:
@@ -57,7 +58,7 @@ def init_carry(model: Qwen3_5, batch: int = 1, max_length: int = 16384) -> Carry
     return model.init_carry(batch, max_length)
 
 
-def forward(model: Qwen3_5, tokens: Tokens, carry: Carry, mask: Mask | None = None) -> tuple[Float[Array, "B T Y"], Carry]:
+def forward(model: Decoder, tokens: Tokens, carry: Carry, mask: Mask | None = None) -> tuple[Float[Array, "B T Y"], Carry]:
     """Run any number of tokens on from ``carry``, which stays valid; compiled once for each shape.
 
     Args:
@@ -87,7 +88,7 @@ def forward(model: Qwen3_5, tokens: Tokens, carry: Carry, mask: Mask | None = No
 
 
 def run(
-    model: Qwen3_5,
+    model: Decoder,
     tokens: np.ndarray,
     *,
     segment: int = 256,
@@ -153,7 +154,7 @@ def run(
 
 
 def _collect(
-    config: Qwen3_5Config, index: int, loss: Array, finite: Array, lengths: np.ndarray, segment: int
+    config: DecoderConfig, index: int, loss: Array, finite: Array, lengths: np.ndarray, segment: int
 ) -> np.ndarray:
     """Losses of a segment on the host, NaN where nothing is predicted; raises NonFiniteError."""
     loss, finite = np.array(loss), np.asarray(finite)
@@ -176,11 +177,11 @@ def _stack(records: list) -> Any:
 
 
 @lru_cache
-def _graphdef(config: Qwen3_5Config) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: Qwen3_5(config)))[0]
+def _graphdef(config: DecoderConfig) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: build(config)))[0]
 
 
-def _model(config: Qwen3_5Config, params) -> Qwen3_5:
+def _model(config: DecoderConfig, params) -> Decoder:
     """The module of a config around traced parameters; compiled functions are keyed by the config alone."""
     return nnx.merge(_graphdef(config), params)
 
@@ -210,7 +211,7 @@ def _forward(config, params, carry: Carry, tokens: Tokens, mask: Mask | None):
     return model.logits(jnp.take_along_axis(out.hidden, back[..., None], axis=1)), out.carry
 
 
-def token_losses(model: Qwen3_5, hidden: Float[Array, "B T D"], targets: Tokens) -> Float[Array, "B T"]:
+def token_losses(model: Decoder, hidden: Float[Array, "B T D"], targets: Tokens) -> Float[Array, "B T"]:
     """Nats of each target. Logits exist for a block of words at a time, at most LOGITS_AT_ONCE entries of them."""
     B, T, D = hidden.shape
     rows, weight = hidden.reshape(B * T, D), model.head_weight

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxdelta.models.qwen3_5 import Carry
+from jaxdelta.models.decoder import Carry
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:

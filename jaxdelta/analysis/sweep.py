@@ -19,8 +19,8 @@ from jaxdelta import memory
 from jaxdelta.checkpoints import parameters_sha256
 from jaxdelta.interventions import Truncate
 from jaxdelta.metrics import copy_mask, paired_difference
-from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.models.qwen3_5 import Qwen3_5
+from jaxdelta.models.config import DecoderConfig
+from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.low_rank import Method, largest_rank
 from jaxdelta.results import Results, ResultsError
 from jaxdelta.segments import NonFiniteError, check_tokens, run
@@ -67,7 +67,7 @@ class Summary(NamedTuple):
 
 
 def sweep(
-    model: Qwen3_5,
+    model: Decoder,
     documents: Sequence[str | np.ndarray] | dict[str, str] | list[Document],
     *,
     ranks: Sequence[int] = (1, 4, 12, 32),
@@ -167,7 +167,7 @@ def sweep(
     return pa.concat_tables(tables) if results is None else results.finish(len(tables))
 
 
-def make_worlds(config: Qwen3_5Config, ranks: Sequence[int], scope: Scope = "all") -> list[World]:
+def make_worlds(config: DecoderConfig, ranks: Sequence[int], scope: Scope = "all") -> list[World]:
     """The untouched world, then one for each rank and each part in scope.
 
     Raises:
@@ -185,7 +185,7 @@ def make_worlds(config: Qwen3_5Config, ranks: Sequence[int], scope: Scope = "all
     return [World(config.max_rank), *cut]
 
 
-def rank_array(config: Qwen3_5Config, world: World) -> np.ndarray:
+def rank_array(config: DecoderConfig, world: World) -> np.ndarray:
     """Directions kept, int [L, H], of a world."""
     rank = np.full((len(config.linear_layers), config.num_value_heads), config.max_rank, np.int32)
     layer = slice(None) if world.layer is None else config.linear_layers.index(world.layer)
@@ -213,7 +213,7 @@ def summarize(rows: pa.Table, *, copy_tokens: bool = False) -> list[Summary]:
     return sorted(found, key=lambda s: (-s.world.rank, s.world.layer or -1, s.world.head or -1))
 
 
-def _as_documents(documents, model: Qwen3_5) -> list[Document]:
+def _as_documents(documents, model: Decoder) -> list[Document]:
     if not (isinstance(documents, list) and documents and isinstance(documents[0], Document)):
         documents = tokenize(documents, model.tokenizer)
     names = [document.name for document in documents]
@@ -227,7 +227,7 @@ def _as_documents(documents, model: Qwen3_5) -> list[Document]:
 
 
 def _run_rows(
-    model: Qwen3_5, rows: list[tuple[Document, World]], cut: Truncate, *, segment: int, max_length: int, advance
+    model: Decoder, rows: list[tuple[Document, World]], cut: Truncate, *, segment: int, max_length: int, advance
 ) -> np.ndarray:
     lengths = np.array([len(document.tokens) for document, _ in rows])
     tokens = np.zeros((len(rows), max_length), np.int32)

@@ -16,16 +16,19 @@ from flax import nnx
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from jaxdelta.checkpoints import qwen3_5
+from jaxdelta.checkpoints import delta_lm, qwen3_5
 from jaxdelta.checkpoints.files import INDEX, SINGLE, CheckpointError, TensorFiles, pointer_hint, read_json
-from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.models.qwen3_5 import Qwen3_5
+from jaxdelta.checkpoints.key_table import Entry
+from jaxdelta.models import build
+from jaxdelta.models.config import DecoderConfig, DeltaLMConfig, Qwen3_5Config
+from jaxdelta.models.decoder import Decoder
 
 __all__ = ["CheckpointError", "Info", "Origin", "embedded_models", "inspect", "load", "save"]
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 STORED = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+FAMILIES = {Qwen3_5Config: qwen3_5, DeltaLMConfig: delta_lm}  # the key table of a configuration
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.safetensors", INDEX, "config.json", "tokenizer.json"]
 
@@ -69,7 +72,7 @@ class Info:
         has_tokenizer: whether there is a ``tokenizer.json``.
     """
 
-    config: Qwen3_5Config
+    config: DecoderConfig
     folder: Path
     revision: str | None
     num_parameters: int
@@ -84,7 +87,7 @@ def embedded_models() -> list[str]:
     return sorted(file.parent.name for file in ASSETS.glob("*/config.json"))
 
 
-def load(name: str | os.PathLike, *, dtype: str = "float32", revision: str | None = None) -> Qwen3_5:
+def load(name: str | os.PathLike, *, dtype: str = "float32", revision: str | None = None) -> Decoder:
     """Load a model.
 
     Args:
@@ -101,30 +104,32 @@ def load(name: str | os.PathLike, *, dtype: str = "float32", revision: str | Non
     folder, revision = _resolve(name, revision)
     raw, config = _read_config(folder)
     tensors = TensorFiles(folder)
-    stored, _ = qwen3_5.stored_names(config, list(tensors.shapes))
+    stored, _ = FAMILIES[type(config)].stored_names(config, list(tensors.shapes))
     _check_tensors(folder, tensors, stored)
 
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Qwen3_5(config, dtype=DTYPES[dtype])))
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: build(config, dtype=DTYPES[dtype])))
     leaves = dict(nnx.to_flat_state(abstract))
-    for entry, stored_name in stored.items():
+    for entry, names in stored.items():
         leaf = leaves[entry.path]
-        leaves[entry.path] = leaf.replace(_parameter(tensors, stored_name, leaf.shape, leaf.dtype))
+        leaves[entry.path] = leaf.replace(_parameter(tensors, names, leaf.shape, leaf.dtype))
     model = nnx.merge(graphdef, nnx.from_flat_state(leaves.items()))
     model.tokenizer = _read_tokenizer(folder, config)
-    dtypes = {entry.name: tensors.dtypes[stored_name] for entry, stored_name in stored.items()}
+    dtypes = {entry.name: tensors.dtypes[names[0]] for entry, names in stored.items()}
     model.origin = Origin(os.fspath(name), folder, revision, raw, dtypes)
     return model
 
 
-def save(model: Qwen3_5, path: str | os.PathLike) -> None:
-    """Write ``model`` as a text-only checkpoint that transformers reads, each tensor in the dtype it was stored in.
+def save(model: Decoder, path: str | os.PathLike) -> None:
+    """Write ``model`` as a text-only checkpoint that transformers or fla reads, each tensor in the dtype it was stored in.
 
     A model that was not loaded is stored in its own dtypes. The weights appear under their name only when complete.
 
     Raises:
         FileExistsError: the folder already holds a checkpoint.
+        ValueError: sizes that the family's format cannot say.
     """
-    folder = Path(path)
+    folder, family = Path(path), FAMILIES[type(model.config)]
+    fields = family.config_to_json(model.config, model.origin.raw_config if model.origin else None)
     folder.mkdir(parents=True, exist_ok=True)
     taken = [n for n in ("config.json", "tokenizer.json", SINGLE, INDEX) if (folder / n).exists()]
     if taken:
@@ -132,16 +137,14 @@ def save(model: Qwen3_5, path: str | os.PathLike) -> None:
     leaves = dict(nnx.to_flat_state(nnx.state(model)))
     stored_dtypes = model.origin.stored_dtypes if model.origin else {}
     tensors = {}
-    for entry in qwen3_5.entries(model.config):
+    for entry in family.entries(model.config):
         array = np.asarray(leaves[entry.path][...])
         array = array.astype(STORED[stored_dtypes[entry.name]] if entry.name in stored_dtypes else array.dtype)
-        name = entry.name if entry.name == "lm_head.weight" else qwen3_5.PREFIXES[1] + entry.name
-        tensors[name] = np.ascontiguousarray(array.reshape(entry.shape))
+        tensors[entry.stored_name()] = np.ascontiguousarray(array.reshape(entry.shape))
     save_file(tensors, folder / "model.partial", metadata={"format": "pt"})
     if model.tokenizer is not None:
         model.tokenizer.save(str(folder / "tokenizer.json"))
-    raw = model.origin.raw_config if model.origin else None
-    (folder / "config.json").write_text(json.dumps(qwen3_5.config_to_json(model.config, raw), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     (folder / "model.partial").chmod((folder / "config.json").stat().st_mode)  # safetensors writes for the owner alone
     (folder / "model.partial").replace(folder / SINGLE)
 
@@ -151,9 +154,9 @@ def inspect(name: str | os.PathLike, *, revision: str | None = None) -> Info:
     folder, revision = _resolve(name, revision)
     _, config = _read_config(folder)
     tensors = TensorFiles(folder)
-    stored, ignored = qwen3_5.stored_names(config, list(tensors.shapes))
+    stored, ignored = FAMILIES[type(config)].stored_names(config, list(tensors.shapes))
     _check_tensors(folder, tensors, stored)
-    kinds = [tensors.dtypes[stored_name] for stored_name in stored.values()]
+    kinds = [tensors.dtypes[names[0]] for names in stored.values()]
     return Info(
         config=config,
         folder=folder,
@@ -166,7 +169,7 @@ def inspect(name: str | os.PathLike, *, revision: str | None = None) -> Info:
     )
 
 
-def parameters_sha256(model: Qwen3_5) -> str:
+def parameters_sha256(model: Decoder) -> str:
     """Checksum of the parameters as they are in memory: their paths, dtypes and bits."""
     digest = hashlib.sha256()
     for path, leaf in sorted(nnx.to_flat_state(nnx.state(model)), key=lambda item: str(item[0])):
@@ -214,38 +217,43 @@ def _download(repo: str, revision: str | None) -> tuple[Path, str]:
     return folder, folder.name
 
 
-def _read_config(folder: Path) -> tuple[dict[str, Any], Qwen3_5Config]:
+def _read_config(folder: Path) -> tuple[dict[str, Any], DecoderConfig]:
     raw = read_json(folder / "config.json")
-    if raw.get("model_type") not in qwen3_5.MODEL_TYPES:
-        raise CheckpointError(
-            f"{folder / 'config.json'} has model_type {raw.get('model_type')!r}; "
-            f"supported: {', '.join(qwen3_5.MODEL_TYPES)}"
-        )
-    return raw, qwen3_5.config_from_json(raw)
+    for family in FAMILIES.values():
+        if raw.get("model_type") in family.MODEL_TYPES:
+            return raw, family.config_from_json(raw)
+    supported = [name for family in FAMILIES.values() for name in family.MODEL_TYPES]
+    raise CheckpointError(
+        f"{folder / 'config.json'} has model_type {raw.get('model_type')!r}; supported: {', '.join(supported)}"
+    )
 
 
-def _check_tensors(folder: Path, tensors: TensorFiles, stored: dict[qwen3_5.Entry, str]) -> None:
-    for entry, name in stored.items():
-        if tensors.shapes[name] != entry.shape:
-            raise CheckpointError(
-                f"{folder}: config.json asks for {name} of shape {list(entry.shape)}, "
-                f"the file has {list(tensors.shapes[name])}"
-            )
-        if tensors.dtypes[name] not in STORED:
-            raise CheckpointError(
-                f"{folder}: {name} is stored as {tensors.dtypes[name]}; supported: {', '.join(STORED)}. "
-                "Dequantise it first."
-            )
+def _check_tensors(folder: Path, tensors: TensorFiles, stored: dict[Entry, tuple[str, ...]]) -> None:
+    for entry, names in stored.items():
+        rows, *rest = entry.shape
+        expected = (rows // len(names), *rest)  # of each of the tensors whose rows the parameter stacks
+        for name in names:
+            if tensors.shapes[name] != expected:
+                raise CheckpointError(
+                    f"{folder}: config.json asks for {name} of shape {list(expected)}, "
+                    f"the file has {list(tensors.shapes[name])}"
+                )
+            if tensors.dtypes[name] not in STORED:
+                raise CheckpointError(
+                    f"{folder}: {name} is stored as {tensors.dtypes[name]}; supported: {', '.join(STORED)}. "
+                    "Dequantise it first."
+                )
 
 
-def _parameter(tensors: TensorFiles, name: str, shape: tuple[int, ...], dtype) -> jax.Array:
-    array = tensors.read(name).reshape(shape).astype(dtype, copy=False)  # on the host: nothing to compile
+def _parameter(tensors: TensorFiles, names: tuple[str, ...], shape: tuple[int, ...], dtype) -> jax.Array:
+    array = tensors.read(names[0]) if len(names) == 1 else np.concatenate([tensors.read(name) for name in names])
+    array = array.reshape(shape).astype(dtype, copy=False)  # on the host: nothing to compile
     if not np.isfinite(array).all():
-        raise CheckpointError(f"{name} holds NaN or infinity{'' if dtype == jnp.float32 else f' in {dtype}'}")
+        raise CheckpointError(f"{', '.join(names)} holds NaN or infinity{'' if dtype == jnp.float32 else f' in {dtype}'}")
     return jnp.asarray(array)
 
 
-def _read_tokenizer(folder: Path, config: Qwen3_5Config) -> Tokenizer | None:
+def _read_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
     file = folder / "tokenizer.json"
     if not file.exists():
         return None

@@ -5,31 +5,27 @@ prefixes text tensors with ``model.language_model.``; a text-only one is flat wi
 prediction tensors are ignored by name. Norms are stored as offsets from one and kept so.
 """
 
-import math
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxdelta.checkpoints.files import CheckpointError
+from jaxdelta.checkpoints.key_table import (
+    Entry,
+    field,
+    fraction,
+    ignored_names,
+    match,
+    real,
+    require,
+    some,
+    tied_embeddings,
+)
 from jaxdelta.models.config import Qwen3_5Config
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 PREFIXES = ("model.language_model.", "model.")
 IGNORED = {"vision tower": re.compile(r"^model\.visual\."), "multi-token prediction": re.compile(r"^(model\.)?mtp\.")}
 KINDS = {"linear_attention": "linear", "full_attention": "attention"}
-
-
-class Entry(NamedTuple):
-    """One tensor of the model.
-
-    Attributes:
-        path: of the parameter in the module tree.
-        name: in the checkpoint, without the prefix; the head's has none.
-        shape: as stored.
-    """
-
-    path: tuple
-    name: str
-    shape: tuple[int, ...]
 
 
 def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
@@ -42,13 +38,13 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
     if not isinstance(text, dict):
         raise CheckpointError(f"config.json has text_config = {text!r}; expected an object")
     rope = _rope(text)
-    _require(text, "hidden_act", "silu", default="silu")
-    _require(text, "attention_bias", False, default=False)
-    _require(text, "attn_output_gate", True, default=True)
+    require(text, "hidden_act", "silu", default="silu")
+    require(text, "attention_bias", False, default=False)
+    require(text, "attn_output_gate", True, default=True)
     for name in ("rope_type", "type"):
-        _require(rope, name, "default", default="default")
-    head_dim = _field(text, "head_dim", _field(text, "hidden_size") // max(1, _field(text, "num_attention_heads")))
-    rotary_dim = int(head_dim * _real(rope, "partial_rotary_factor", 0.25))
+        require(rope, name, "default", default="default")
+    head_dim = field(text, "head_dim", field(text, "hidden_size") // max(1, field(text, "num_attention_heads")))
+    rotary_dim = int(head_dim * real(rope, "partial_rotary_factor", 0.25))
     sections = rope.get("mrope_section")
     if sections is not None and not (isinstance(sections, list) and all(isinstance(n, int) for n in sections)):
         raise CheckpointError(f"config.json has mrope_section = {sections!r}; expected a list of whole numbers")
@@ -58,23 +54,23 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
         )
     try:
         return Qwen3_5Config(
-            vocab_size=_field(text, "vocab_size"),
-            width=_field(text, "hidden_size"),
-            mlp_width=_field(text, "intermediate_size"),
+            vocab_size=field(text, "vocab_size"),
+            width=field(text, "hidden_size"),
+            mlp_width=field(text, "intermediate_size"),
             layer_kinds=_layer_kinds(text),
-            num_key_heads=_field(text, "linear_num_key_heads"),
-            num_value_heads=_field(text, "linear_num_value_heads"),
-            key_dim=_field(text, "linear_key_head_dim"),
-            value_dim=_field(text, "linear_value_head_dim"),
-            conv_width=_field(text, "linear_conv_kernel_dim", 4),
-            num_query_heads=_field(text, "num_attention_heads"),
-            num_kv_heads=_field(text, "num_key_value_heads"),
+            num_key_heads=field(text, "linear_num_key_heads"),
+            num_value_heads=field(text, "linear_num_value_heads"),
+            key_dim=field(text, "linear_key_head_dim"),
+            value_dim=field(text, "linear_value_head_dim"),
+            conv_width=field(text, "linear_conv_kernel_dim", 4),
+            num_query_heads=field(text, "num_attention_heads"),
+            num_kv_heads=field(text, "num_key_value_heads"),
             head_dim=head_dim,
             rotary_dim=rotary_dim,
-            rope_theta=_real(rope, "rope_theta"),
-            norm_eps=_real(text, "rms_norm_eps", 1e-6),
-            tied=_tied(text, raw),
-            max_position=_field(text, "max_position_embeddings", 32768),
+            rope_theta=real(rope, "rope_theta"),
+            norm_eps=real(text, "rms_norm_eps", 1e-6),
+            tied=tied_embeddings(text, raw),
+            max_position=field(text, "max_position_embeddings", 32768),
         )
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
@@ -107,7 +103,7 @@ def config_to_json(config: Qwen3_5Config, raw: dict[str, Any] | None = None) -> 
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": config.rope_theta,
-            "partial_rotary_factor": _fraction(config.rotary_dim, config.head_dim),
+            "partial_rotary_factor": fraction(config.rotary_dim, config.head_dim),
             "mrope_section": _sections(config.rotary_dim // 2),
             "mrope_interleaved": True,
         },
@@ -159,59 +155,12 @@ def entries(config: Qwen3_5Config) -> list[Entry]:
     return found
 
 
-def stored_names(config: Qwen3_5Config, names: list[str]) -> tuple[dict[Entry, str], dict[str, list[str]]]:
-    """The stored name of every entry, and the ignored names by group.
-
-    Raises:
-        CheckpointError: tensors are missing, or are neither of the text model nor of an ignored group; names them.
-    """
-    ignored = {group: [n for n in names if pattern.match(n)] for group, pattern in IGNORED.items()}
+def stored_names(config: Qwen3_5Config, names: list[str]) -> tuple[dict[Entry, tuple[str, ...]], dict[str, list[str]]]:
+    """The stored name of every entry, and the ignored names by group; raises as :func:`key_table.match` does."""
+    ignored = ignored_names(IGNORED, names)
     left = set(names) - {n for group in ignored.values() for n in group}
     prefix = PREFIXES[0] if any(n.startswith(PREFIXES[0]) for n in left) else PREFIXES[1]
-    found = {e: e.name if e.name == "lm_head.weight" else prefix + e.name for e in entries(config)}
-    missing, extra = sorted(set(found.values()) - left), sorted(left - set(found.values()))
-    if missing or extra:
-        tied = "; tie_word_embeddings contradicts lm_head.weight" if "lm_head.weight" in {*missing, *extra} else ""
-        raise CheckpointError(
-            f"tensors missing: {_some(missing)}; tensors that no part of the model uses: {_some(extra)}{tied}"
-        )
-    return found, {group: sorted(members) for group, members in ignored.items() if members}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
-
-
-def _field(fields: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = fields.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise CheckpointError(f"config.json has {name} = {value!r}; expected a whole number")
-    return value
-
-
-def _real(fields: dict[str, Any], name: str, default: float | None = None) -> float:
-    value = fields.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise CheckpointError(f"config.json has {name} = {value!r}; expected a positive number")
-    return float(value)
-
-
-def _tied(text: dict[str, Any], raw: dict[str, Any]) -> bool:
-    value = text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))
-    if not isinstance(value, bool):
-        raise CheckpointError(f"config.json has tie_word_embeddings = {value!r}; expected true or false")
-    return value
-
-
-def _fraction(part: int, whole: int) -> float:
-    """A fraction from which ``int(whole * fraction)``, as readers compute it, gives the part."""
-    fraction = part / whole
-    return fraction if int(whole * fraction) == part else math.nextafter(fraction, 1)
-
-
-def _require(fields: dict[str, Any], name: str, expected: Any, *, default: Any) -> None:
-    if fields.get(name, default) != expected:
-        raise CheckpointError(f"config.json has {name} = {fields[name]!r}; only {expected!r} is computed here")
+    return match({e: (e.stored_name(prefix),) for e in entries(config)}, left), ignored
 
 
 def _rope(text: dict[str, Any]) -> dict[str, Any]:
@@ -224,8 +173,8 @@ def _rope(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
-    count = _field(text, "num_hidden_layers")
-    interval = max(1, _field(text, "full_attention_interval", 4))
+    count = field(text, "num_hidden_layers")
+    interval = max(1, field(text, "full_attention_interval", 4))
     types = text.get("layer_types") or [
         "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
     ]
@@ -233,7 +182,7 @@ def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
         raise CheckpointError(f"config.json has layer_types = {types!r}; expected a list of names")
     unknown = sorted(set(types) - set(KINDS))
     if unknown or len(types) != count:
-        raise CheckpointError(f"layer_types has {len(types)} entries for {count} layers; unknown kinds: {_some(unknown)}")
+        raise CheckpointError(f"layer_types has {len(types)} entries for {count} layers; unknown kinds: {some(unknown)}")
     return tuple(KINDS[kind] for kind in types)
 
 

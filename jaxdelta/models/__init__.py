@@ -1,0 +1,18 @@
+"""The model families: a configuration names its model."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdelta.models.config import DecoderConfig, DeltaLMConfig, Qwen3_5Config
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.models.delta_lm import DeltaLM
+from jaxdelta.models.qwen3_5 import Qwen3_5
+
+MODELS: dict[type[DecoderConfig], type[Decoder]] = {Qwen3_5Config: Qwen3_5, DeltaLMConfig: DeltaLM}
+
+
+def build(config: DecoderConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None) -> Decoder:
+    """A fresh model of ``config``."""
+    return MODELS[type(config)](config, dtype=dtype, rngs=rngs)

@@ -1,14 +1,77 @@
-"""Configuration of the Qwen3.5 text model (Hugging Face's ``qwen3_5_text``), in this library's names."""
+"""Configurations of the model families, in this library's names."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 LayerKind = Literal["linear", "attention"]
+Family = Literal["delta_net", "gated_deltanet", "gated_deltaproduct"]
+FAMILIES = get_args(Family)
+# What a family cannot choose: field, family, value.
+FIXED = (
+    ("num_householder", "delta_net", 1),
+    ("num_householder", "gated_deltanet", 1),
+    ("forget_gate", "delta_net", False),
+    ("forget_gate", "gated_deltanet", True),
+    ("write_gate", "gated_deltanet", True),
+    ("write_gate", "gated_deltaproduct", True),
+    ("qk_activation", "gated_deltanet", "silu"),
+    ("qk_activation", "gated_deltaproduct", "silu"),
+    ("qk_norm", "gated_deltanet", "l2"),
+    ("qk_norm", "gated_deltaproduct", "l2"),
+)
+
+
+class DecoderConfig:
+    """What every family's configuration has: its fields, and sizes that follow from them."""
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    layer_kinds: tuple[LayerKind, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    num_query_heads: int
+    norm_eps: float
+    tied: bool
+    max_position: int
+    num_householder: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_kinds)
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """Model layer index of each linear layer, in depth order."""
+        return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "linear")
+
+    @property
+    def conv_channels(self) -> int:
+        """E: queries, keys and values of a linear layer side by side."""
+        n = self.num_householder
+        return (1 + n) * self.num_key_heads * self.key_dim + n * self.num_value_heads * self.value_dim
+
+    @property
+    def max_rank(self) -> int:
+        """The rank of an untouched state, min(K, V)."""
+        return min(self.key_dim, self.value_dim)
+
+    def _check_sizes(self, *may_be_zero: str) -> None:
+        for name, size in vars(self).items():
+            if isinstance(size, int) and not isinstance(size, bool) and name not in may_be_zero and size < 1:
+                raise ValueError(f"{name} is {size}; expected at least 1")
+        if not self.layer_kinds or set(self.layer_kinds) - {"linear", "attention"}:
+            raise ValueError(f"layer_kinds is {self.layer_kinds}; expected 'linear' or 'attention' for each layer")
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(f"{self.num_value_heads} value heads are no multiple of {self.num_key_heads} key heads")
 
 
 @dataclass(frozen=True)
-class Qwen3_5Config:
-    """Sizes of a Qwen3.5 text model.
+class Qwen3_5Config(DecoderConfig):
+    """Sizes of a Qwen3.5 text model (Hugging Face's ``qwen3_5_text``).
 
     Attributes:
         vocab_size: words of the embedding and of the head.
@@ -52,36 +115,11 @@ class Qwen3_5Config:
     max_position: int = 32768
 
     def __post_init__(self):
-        for name, size in vars(self).items():
-            if isinstance(size, int) and not isinstance(size, bool) and name != "rotary_dim" and size < 1:
-                raise ValueError(f"{name} is {size}; expected at least 1")
-        if not self.layer_kinds or set(self.layer_kinds) - {"linear", "attention"}:
-            raise ValueError(f"layer_kinds is {self.layer_kinds}; expected 'linear' or 'attention' for each layer")
-        if self.num_value_heads % self.num_key_heads:
-            raise ValueError(f"{self.num_value_heads} value heads are no multiple of {self.num_key_heads} key heads")
+        self._check_sizes("rotary_dim")
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_query_heads} query heads are no multiple of {self.num_kv_heads} key/value heads")
         if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
             raise ValueError(f"rotary_dim is {self.rotary_dim}; expected an even number up to head_dim = {self.head_dim}")
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layer_kinds)
-
-    @property
-    def linear_layers(self) -> tuple[int, ...]:
-        """Model layer index of each linear layer, in depth order."""
-        return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "linear")
-
-    @property
-    def conv_channels(self) -> int:
-        """E: queries, keys and values of a linear layer side by side."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-
-    @property
-    def max_rank(self) -> int:
-        """The rank of an untouched state, min(K, V)."""
-        return min(self.key_dim, self.value_dim)
 
     @classmethod
     def tiny(cls, **changes) -> "Qwen3_5Config":
@@ -100,5 +138,130 @@ class Qwen3_5Config:
             num_kv_heads=2,
             head_dim=26,
             rotary_dim=12,
+        )
+        return cls(**(sizes | changes))
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of a plain attention layer.
+
+    Attributes:
+        num_query_heads: query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: key/value heads.
+        head_dim: of a head; even, since all of it rotates.
+        rope_theta: base of the rotation's frequencies.
+        window: tokens that a token reads, itself included; None is all before it.
+        bias: whether queries, keys and values have a bias.
+
+    Raises:
+        ValueError: sizes that contradict one another.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 1e4
+    window: int | None = None
+    bias: bool = False
+
+    def __post_init__(self):
+        if min(self.num_query_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_query_heads % self.num_kv_heads:
+            raise ValueError(f"{self}: query heads are no multiple of key/value heads, or a size is below 1")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; expected an even number, whose halves rotate")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}; expected at least 1 token")
+
+
+@dataclass(frozen=True)
+class DeltaLMConfig(DecoderConfig):
+    """Sizes of a language model of flash-linear-attention.
+
+    Attributes:
+        family: "delta_net", "gated_deltanet" or "gated_deltaproduct", as fla names them.
+        vocab_size: words of the embedding and of the head.
+        width: D, the residual stream.
+        mlp_width: F, the hidden layer of the MLP.
+        layer_kinds: "linear" or "attention", in depth order.
+        num_key_heads: key heads of a linear layer.
+        num_value_heads: H, value heads of a linear layer, a multiple of ``num_key_heads``.
+        key_dim: K of a linear layer.
+        value_dim: V of a linear layer.
+        conv_width: W, taps of the short convolution; 1 is none.
+        num_householder: n_h, writes a token.
+        write_gate: whether beta is learned, else it is one.
+        forget_gate: whether the state decays.
+        negative_eigenvalues: whether beta reaches 2 rather than 1.
+        output_gate: activation of the output gate; None is no gate.
+        qk_activation: of queries and keys.
+        qk_norm: "l2", or "sum" for the sum of magnitudes.
+        attention: of each attention layer in depth order its sizes.
+        norm_eps: eps of every RMSNorm.
+        tied: whether the head is the embedding.
+        max_position: the longest text the model was made for; not a limit of this library.
+
+    Raises:
+        ValueError: sizes that contradict one another.
+    """
+
+    family: Family
+    vocab_size: int
+    width: int
+    mlp_width: int
+    layer_kinds: tuple[LayerKind, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+    num_householder: int = 1
+    write_gate: bool = True
+    forget_gate: bool = True
+    negative_eigenvalues: bool = False
+    output_gate: Literal["silu", "sigmoid"] | None = "silu"
+    qk_activation: Literal["silu", "relu", "elu", "identity"] = "silu"
+    qk_norm: Literal["l2", "sum"] = "l2"
+    attention: tuple[AttentionSizes, ...] = ()
+    norm_eps: float = 1e-6
+    tied: bool = False
+    max_position: int = 2048
+
+    def __post_init__(self):
+        self._check_sizes()
+        if self.family not in FAMILIES:
+            raise ValueError(f"family is {self.family!r}; expected one of {', '.join(FAMILIES)}")
+        if len(self.attention) != self.layer_kinds.count("attention"):
+            raise ValueError(f"{len(self.attention)} sizes for {self.layer_kinds.count('attention')} attention layers")
+        for field, family, value in FIXED:
+            if family == self.family and getattr(self, field) != value:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; {family} models always have {value!r}")
+
+    @property
+    def num_query_heads(self) -> int:
+        """Query heads of the widest attention layer; 0 where there is none."""
+        return max((sizes.num_query_heads for sizes in self.attention), default=0)
+
+    def attention_of(self, layer: int) -> AttentionSizes:
+        """Sizes of a layer of the model that is an attention layer."""
+        return self.attention[self.layer_kinds[:layer].count("attention")]
+
+    @classmethod
+    def tiny(cls, family: Family = "gated_deltaproduct", **changes) -> "DeltaLMConfig":
+        """A model for tests whose sizes are all different, so that no transposed axis passes unseen."""
+        sizes = dict(
+            family=family,
+            vocab_size=97,
+            width=40,
+            mlp_width=59,
+            layer_kinds=("linear", "attention", "linear"),
+            num_key_heads=3,
+            num_value_heads=3,
+            key_dim=8,
+            value_dim=12,
+            num_householder=2 if family == "gated_deltaproduct" else 1,
+            forget_gate=family != "delta_net",
+            output_gate=None if family == "delta_net" else "silu",
+            attention=(AttentionSizes(num_query_heads=4, num_kv_heads=2, head_dim=10),),
         )
         return cls(**(sizes | changes))

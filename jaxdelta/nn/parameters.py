@@ -10,11 +10,6 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype, *, scale: float = 0.02
     return nnx.Param((scale * jax.random.normal(rngs.params(), shape)).astype(dtype))
 
 
-def ones(shape: tuple[int, ...]) -> nnx.Param:
-    """Scale of a norm, f32."""
-    return nnx.Param(jnp.ones(shape, jnp.float32))
-
-
-def zeros(shape: tuple[int, ...]) -> nnx.Param:
-    """Offset from one of a norm's scale, f32."""
-    return nnx.Param(jnp.zeros(shape, jnp.float32))
+def constant(shape: tuple[int, ...], value: float) -> nnx.Param:
+    """Entries of one value, f32: the scale of a norm, or its offset from one."""
+    return nnx.Param(jnp.full(shape, value, jnp.float32))

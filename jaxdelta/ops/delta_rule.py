@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import HIGHEST, Gates, Keys, State, Values, accumulation_dtype
+from jaxdelta.dims import HIGHEST, Gates, Keys, State, StepGates, StepKeys, StepValues, Values, accumulation_dtype
 
 
-def _prepare(q, k, v, g, beta, state, scale):
+def prepare(q, k, v, g, beta, state, scale):
     """Widen everything to one dtype, scale the queries and fill in a zero state."""
     dtype = accumulation_dtype(q, k, v, g, beta, *(() if state is None else (state,)))
     q, k, v, g, beta = (jnp.asarray(x, dtype) for x in (q, k, v, g, beta))
@@ -59,7 +59,7 @@ def gated_delta_rule(
     Returns:
         o and the state after the last token, in f32 or wider.
     """
-    q, k, v, g, beta, S = _prepare(q, k, v, g, beta, state, scale)
+    q, k, v, g, beta, S = prepare(q, k, v, g, beta, state, scale)
 
     def step(S, token):
         q, k, v, g, beta = token
@@ -91,17 +91,32 @@ def gated_delta_rule_chunked(
     Raises:
         ValueError: ``chunk_size`` is below 1.
     """
+    return chunked(*prepare(q, k, v, g, beta, state, scale), chunk_size=checked_chunk_size(chunk_size))
+
+
+def checked_chunk_size(chunk_size: int | None) -> int:
+    """The chunk size asked for, or the faster one for this device; ValueError below 1."""
     if chunk_size is None:
-        chunk_size = 32 if jax.default_backend() == "cpu" else 64
+        return 32 if jax.default_backend() == "cpu" else 64
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; expected at least 1")
-    q, k, v, g, beta, S = _prepare(q, k, v, g, beta, state, scale)
-    T = k.shape[1]
-    C = max(1, min(chunk_size, T))
-    # A padding token neither decays (g = 0) nor writes (beta = 0).
-    q, k, v, g, beta = (_split_chunks(x, C) for x in (q, k, v, g, beta))
+    return chunk_size
 
-    index = jnp.arange(C)
+
+def chunked(
+    q: Keys, k: StepKeys, v: StepValues, g: StepGates, beta: StepGates, S: State, *, chunk_size: int, steps: int = 1
+) -> tuple[Values, State]:
+    """The chunked form of one dtype and scaled queries, where every token writes ``steps`` times and reads after the last.
+
+    q and o have T tokens; k, v, g and beta have P = T * steps writes, a token's side by side.
+    """
+    T = q.shape[1]
+    C = max(1, min(chunk_size // steps, T))
+    # Padding neither decays (g = 0) nor writes (beta = 0).
+    q = _split_chunks(q, C)
+    k, v, g, beta = (_split_chunks(x, C * steps) for x in (k, v, g, beta))
+
+    index = jnp.arange(C * steps)
     below = index[:, None] > index
     sums = _segment_sums(g)
     D = jnp.exp(sums)
@@ -109,14 +124,15 @@ def gated_delta_rule_chunked(
     kk = jnp.einsum("nbhik,nbhjk->nbhij", k, k, precision=HIGHEST)
     X = inverse_unit_lower(jnp.where(below, beta[..., None] * kk, 0))
     write = X * D * beta[..., None, :]
-    read = jnp.einsum("nbhik,nbhjk->nbhij", q, k, precision=HIGHEST) * D
+    last = slice(steps - 1, None, steps)  # the writes after which a token reads
+    read = jnp.einsum("nbhik,nbhjk->nbhij", q, k, precision=HIGHEST) * D[..., last, :]
 
     def step(S, chunk):
         q, k, v, gamma, write, read, D_last = chunk
         kq_S = jnp.einsum("bhck,bhkv->bhcv", jnp.concatenate([k, q], axis=-2), S, precision=HIGHEST)
-        k_S, q_S = jnp.split(kq_S, 2, axis=-2)
+        k_S, q_S = jnp.split(kq_S, [k.shape[-2]], axis=-2)
         N = jnp.einsum("bhij,bhjv->bhiv", write, v - gamma * k_S, precision=HIGHEST)
-        o = gamma * q_S + jnp.einsum("bhij,bhjv->bhiv", read, N, precision=HIGHEST)
+        o = gamma[..., last, :] * q_S + jnp.einsum("bhij,bhjv->bhiv", read, N, precision=HIGHEST)
         S = gamma[..., -1:, :] * S + jnp.einsum("bhck,bhcv->bhkv", k, D_last[..., None] * N, precision=HIGHEST)
         return S, o
 

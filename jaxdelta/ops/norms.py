@@ -1,13 +1,15 @@
-"""Normalisations of the Qwen3.5 text model, computed in f32 or wider and cast once at the end.
+"""Normalisations, computed in f32 or wider and cast once at the end.
 
-    rms_norm        y = x / sqrt(mean(x^2) + eps) * (1 + w)             input, post-attention, q, k and final norms
+    rms_norm        y = x / sqrt(mean(x^2) + eps) * (offset + w)        residual stream; q and k of gated attention
     gated_rms_norm  y = x / sqrt(mean(x^2) + eps) * w * silu(z)         output of a linear layer, per value head
     l2norm          y = x / sqrt(sum(x^2) + eps)                        q and k of a linear layer
 
-Source: the Qwen3.5 text model of transformers 5.24. ``w`` of ``rms_norm`` is an offset from one; that of
-``gated_rms_norm`` is not. The eps of ``l2norm`` stands inside the root, so a normalised key is shorter than one by about
-eps / (2 sum(x^2)).
+Sources: the Qwen3.5 text model of transformers 5.24, where ``w`` of ``rms_norm`` is an offset from one and that of
+``gated_rms_norm`` is not; the layers of flash-linear-attention 0.6, where neither is. The eps of ``l2norm`` stands inside
+the root, so a normalised key is shorter than one by about eps / (2 sum(x^2)).
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +23,26 @@ def _normalised(x: Array, eps: float) -> Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
-def rms_norm(x: Float[Array, "*batch D"], weight: Float[Array, " D"], *, eps: float = 1e-6) -> Float[Array, "*batch D"]:
-    """RMSNorm whose scale is ``1 + weight``; returned in the dtype of ``x``."""
-    return (_normalised(x, eps) * (1.0 + weight.astype(accumulation_dtype(x, weight)))).astype(x.dtype)
+def rms_norm(
+    x: Float[Array, "*batch D"], weight: Float[Array, " D"], *, eps: float = 1e-6, offset: float = 1.0
+) -> Float[Array, "*batch D"]:
+    """RMSNorm whose scale is ``offset + weight``; returned in the dtype of ``x``."""
+    return (_normalised(x, eps) * (offset + weight.astype(accumulation_dtype(x, weight)))).astype(x.dtype)
 
 
 def gated_rms_norm(
-    x: Float[Array, "*batch V"], weight: Float[Array, " V"], z: Float[Array, "*batch V"], *, eps: float = 1e-6
+    x: Float[Array, "*batch V"],
+    weight: Float[Array, " V"],
+    z: Float[Array, "*batch V"],
+    *,
+    eps: float = 1e-6,
+    activation: Callable[[Array], Array] = jax.nn.silu,
 ) -> Float[Array, "*batch V"]:
-    """RMSNorm of each head's output, scaled by ``weight`` and gated by ``silu(z)``; returned in the dtype of ``z``.
+    """RMSNorm of each head's output, scaled by ``weight`` and gated by ``activation(z)``; returned in the dtype of ``z``.
 
     The norm comes before the gate: a factor on ``x`` cancels in the norm, so a head's gate belongs on the result.
     """
-    gate = jax.nn.silu(z.astype(accumulation_dtype(x, z)))
+    gate = activation(z.astype(accumulation_dtype(x, z)))
     return (_normalised(x, eps) * weight * gate).astype(z.dtype)
 
 

@@ -220,8 +220,8 @@ def test_the_0_8b_checkpoint_has_320_text_tensors_of_488():
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
 def test_either_prefix_is_taken_away(prefix):
     found, ignored = stored_names(CONFIG, list(hub_tensors(prefix=prefix)))
-    assert {entry.name: name for entry, name in found.items()} == {
-        entry.name: prefix + entry.name for entry in entries(CONFIG)
+    assert {entry.name: names for entry, names in found.items()} == {
+        entry.name: (prefix + entry.name,) for entry in entries(CONFIG)
     }
     assert ignored == {}
 

@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 
 from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.models.qwen3_5 import Qwen3_5, states, with_states
-from jaxdelta.nn.gated_attention import AttentionCarry
-from jaxdelta.nn.gated_deltanet import LinearCarry
+from jaxdelta.models.decoder import states, with_states
+from jaxdelta.models.qwen3_5 import Qwen3_5
+from jaxdelta.nn.attention import AttentionCarry
+from jaxdelta.nn.linear_mixer import LinearCarry
 from tests.helpers import randomised, relative_error, run
 
 VOCABULARY = 97

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.nn.gated_attention import GatedAttention, rotary_angles, rotate
+from jaxdelta.nn.attention import rotary_angles, rotate
+from jaxdelta.nn.gated_attention import GatedAttention
 from tests.helpers import parameters, randomised, relative_error, rms_normalised, run
 
 CONFIG = Qwen3_5Config.tiny()

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.nn.gated_deltanet import GatedDeltaNet, LinearCarry
+from jaxdelta.nn.gated_deltanet import GatedDeltaNet
+from jaxdelta.nn.linear_mixer import LinearCarry
 from tests.helpers import delta_rule, parameters, randomised, relative_error, rms_normalised, run, silu
 
 D = Qwen3_5Config.tiny().width

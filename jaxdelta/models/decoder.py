@@ -1,0 +1,177 @@
+"""A decoder: a stack of linear and attention layers, each followed by a gated MLP, and everything carried between segments.
+
+    x <- x + mixer(RMSNorm(x));   x <- x + W_down (silu(W_gate h) * W_up h), h = RMSNorm(x);   logits = W_head RMSNorm(x)
+
+Sources: the Qwen3.5 text model of transformers 5.24 and the language models of flash-linear-attention 0.6, which share
+this shape. The model is a pure function of tokens and a carry: everything that crosses from one segment to the next is in
+:class:`Carry`.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxdelta.dims import State, Tokens, linear
+from jaxdelta.models.config import DecoderConfig
+from jaxdelta.nn.attention import AttentionCarry
+from jaxdelta.nn.linear_mixer import LinearCarry, LinearMixer
+from jaxdelta.nn.parameters import constant, normal
+from jaxdelta.ops.norms import rms_norm
+
+
+class Carry(NamedTuple):
+    """All that crosses a boundary.
+
+    Attributes:
+        layers: of each layer in depth order its LinearCarry or AttentionCarry.
+        position: Int[B], tokens of text consumed by each row.
+    """
+
+    layers: tuple[LinearCarry | AttentionCarry, ...]
+    position: Array
+
+
+class Output(NamedTuple):
+    """What a pass over a segment gives.
+
+    Attributes:
+        hidden: Float[B T D] after the final norm.
+        carry: after the last token of text of each row.
+        finite: Bool[num_layers + 1, B], whether the residual stream after the embedding and after each layer, and the
+            state handed on, are finite.
+    """
+
+    hidden: Array
+    carry: Carry
+    finite: Array
+
+
+class MLP(nnx.Module):
+    """``W_down (silu(W_gate x) * W_up x)``; weights are [out, in]."""
+
+    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+        self.gate = normal(rngs, (config.mlp_width, config.width), dtype)
+        self.up = normal(rngs, (config.mlp_width, config.width), dtype)
+        self.down = normal(rngs, (config.width, config.mlp_width), dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return linear(jax.nn.silu(linear(x, self.gate[...])) * linear(x, self.up[...]), self.down[...])
+
+
+class DecoderLayer(nnx.Module):
+    """A mixer (linear or attention) and an MLP around the residual stream."""
+
+    def __init__(self, config: DecoderConfig, mixer: nnx.Module, offset: float, *, dtype, rngs: nnx.Rngs):
+        self.eps, self.offset = config.norm_eps, offset
+        self.input_norm = constant((config.width,), 1 - offset)
+        self.mixer = mixer
+        self.post_norm = constant((config.width,), 1 - offset)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x, carry, positions, length):
+        h = rms_norm(x, self.input_norm[...], eps=self.eps, offset=self.offset)
+        if isinstance(self.mixer, LinearMixer):
+            y, carry = self.mixer(h, carry, length)
+        else:
+            y, carry = self.mixer(h, carry, positions, length)
+        x = x + y
+        return x + self.mlp(rms_norm(x, self.post_norm[...], eps=self.eps, offset=self.offset)), carry
+
+
+class Decoder(nnx.Module):
+    """The whole model; a family says by ``mixer`` what its layers are and by ``NORM_OFFSET`` what its norms store.
+
+    Attributes:
+        config: sizes.
+        tokenizer: ``tokenizers.Tokenizer`` or None.
+        origin: ``checkpoints.Origin``, where the weights came from; None for fresh ones.
+    """
+
+    NORM_OFFSET: ClassVar[float]
+
+    def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None):
+        rngs = rngs or nnx.Rngs(0)
+        self.config = config
+        self.tokenizer: Any = nnx.static(None)
+        self.origin: Any = nnx.static(None)
+        self.embed = normal(rngs, (config.vocab_size, config.width), dtype)
+        self.layers = nnx.List(
+            DecoderLayer(config, self.mixer(i, dtype=dtype, rngs=rngs), self.NORM_OFFSET, dtype=dtype, rngs=rngs)
+            for i in range(config.num_layers)
+        )
+        self.final_norm = constant((config.width,), 1 - self.NORM_OFFSET)
+        if not config.tied:
+            self.head = normal(rngs, (config.vocab_size, config.width), dtype)
+
+    def mixer(self, layer: int, *, dtype, rngs: nnx.Rngs) -> nnx.Module:
+        """A fresh mixer for a layer of the model."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self):
+        """Dtype of parameters and activations; gates, norms and states are f32 or wider in any case."""
+        return self.embed.get_value().dtype
+
+    def init_carry(self, batch: int, max_length: int) -> Carry:
+        """The carry before the first token of ``batch`` texts of at most ``max_length`` tokens."""
+        layers = tuple(
+            layer.mixer.init_carry(batch, self.dtype)
+            if isinstance(layer.mixer, LinearMixer)
+            else layer.mixer.init_carry(batch, max_length, self.dtype)
+            for layer in self.layers
+        )
+        return Carry(layers, jnp.zeros((batch,), jnp.int32))
+
+    def __call__(self, tokens: Tokens, carry: Carry, length: Int[Array, " B"] | None = None) -> Output:
+        """Run tokens on from ``carry``; ``length``: how many leading tokens of each row are text, all where None."""
+        T = tokens.shape[1]
+        positions = carry.position[:, None] + jnp.arange(T, dtype=jnp.int32)
+        x = self.embed[...][tokens]
+        finite = [_finite(x)]
+        layers = []
+        for layer, layer_carry in zip(self.layers, carry.layers, strict=True):
+            x, layer_carry = layer(x, layer_carry, positions, length)
+            finite.append(_finite(x) & (_finite(layer_carry.S) if isinstance(layer_carry, LinearCarry) else True))
+            layers.append(layer_carry)
+        hidden = rms_norm(x, self.final_norm[...], eps=self.config.norm_eps, offset=self.NORM_OFFSET)
+        position = carry.position + (T if length is None else length)
+        return Output(hidden, Carry(tuple(layers), position.astype(jnp.int32)), jnp.stack(finite))
+
+    @property
+    def head_weight(self) -> Float[Array, "Y D"]:
+        """Weight of the head: the embedding where they are tied."""
+        return (self.embed if self.config.tied else self.head)[...]
+
+    def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch Y"]:
+        """Scores of the words, in f32 or wider."""
+        return linear(hidden, self.head_weight, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+
+
+def _finite(x: Array) -> Bool[Array, " B"]:
+    return jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
+
+
+def states(carry: Carry) -> list[State]:
+    """S of each linear layer in depth order, [B, H, K, V]."""
+    return [layer.S for layer in carry.layers if isinstance(layer, LinearCarry)]
+
+
+def with_states(carry: Carry, S: list[State] | tuple[State, ...]) -> Carry:
+    """``carry`` with other states, one for each linear layer.
+
+    Raises:
+        ValueError: the number of states, or a shape, does not fit.
+    """
+    expected = [s.shape for s in states(carry)]
+    found = [s.shape for s in S]
+    if expected != found:
+        raise ValueError(f"states of shapes {found} do not fit a carry with {expected}")
+    remaining = iter(S)
+    layers = tuple(
+        layer._replace(S=next(remaining).astype(layer.S.dtype)) if isinstance(layer, LinearCarry) else layer
+        for layer in carry.layers
+    )
+    return carry._replace(layers=layers)

@@ -1,0 +1,171 @@
+"""Full or windowed causal attention with RoPE and a preallocated key/value cache.
+
+    y = W_o softmax(q k^T / sqrt(head_dim)) v,   q and k rotated by their positions
+
+Sources: RoPE of Su et al., arXiv 2104.09864, with halves (i, i + rotary_dim / 2) as pairs; the layer is the attention of
+flash-linear-attention 0.6's hybrid models. The cache holds ``max_length`` places and is only ever appended to; a segment
+reads the shortest of a few static prefixes that holds all tokens so far, so that neither compilation nor cost follows
+``max_length``.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxdelta.dims import HIGHEST, accumulation_dtype, linear
+from jaxdelta.models.config import AttentionSizes
+from jaxdelta.nn.parameters import constant, normal
+
+QUERY_BLOCK = 512  # queries whose scores are held at once
+SHORTEST_PREFIX = 512
+
+
+class AttentionCarry(NamedTuple):
+    """Key/value cache: ``keys`` (normalised and rotated) and ``values``, Float[B M G head_dim] in the model's dtype."""
+
+    keys: Array
+    values: Array
+
+
+class Attention(nnx.Module):
+    """Plain attention; weights are [out, in], biases f32 where there are any."""
+
+    def __init__(self, width: int, sizes: AttentionSizes, *, dtype, rngs: nnx.Rngs):
+        A, G, d = sizes.num_query_heads, sizes.num_kv_heads, sizes.head_dim
+        self.sizes = sizes
+        for name, rows in (("q", A * d), ("k", G * d), ("v", G * d)):
+            setattr(self, name, normal(rngs, (rows, width), dtype))
+            if sizes.bias:
+                setattr(self, name + "_bias", constant((rows,), 0.0))
+        self.out = normal(rngs, (width, A * d), dtype)
+
+    def init_carry(self, batch: int, max_length: int, dtype) -> AttentionCarry:
+        """An empty cache of ``max_length`` places for ``batch`` texts."""
+        return empty_cache(batch, max_length, self.sizes.num_kv_heads, self.sizes.head_dim, dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        carry: AttentionCarry,
+        positions: Int[Array, "B T"],
+        length: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], AttentionCarry]:
+        """Tokens of a segment at ``positions`` of their texts; ``length``: leading ones that are text, all where None."""
+        d = self.sizes.head_dim
+        q, k, v = (self._projected(x, name).reshape(*x.shape[:2], -1, d) for name in ("q", "k", "v"))
+        angles = rotary_angles(positions, d, self.sizes.rope_theta)
+        carry = append(carry, rotate(k, angles), v, positions, length)
+        y = attend(rotate(q, angles), carry, positions, last=jnp.max(positions), window=self.sizes.window)
+        return linear(y.reshape(*x.shape[:2], -1), self.out[...]), carry
+
+    def _projected(self, x: Array, name: str) -> Array:
+        y = linear(x, getattr(self, name)[...])
+        return (y + getattr(self, name + "_bias")[...]).astype(y.dtype) if self.sizes.bias else y
+
+
+def empty_cache(batch: int, max_length: int, heads: int, head_dim: int, dtype) -> AttentionCarry:
+    """A cache of ``max_length`` places for ``batch`` texts."""
+    shape = (batch, max_length, heads, head_dim)
+    return AttentionCarry(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def append(
+    carry: AttentionCarry,
+    k: Float[Array, "B T G d"],
+    v: Float[Array, "B T G d"],
+    positions: Int[Array, "B T"],
+    length: Int[Array, " B"] | None,
+) -> AttentionCarry:
+    """Write the tokens of text at their positions; padding, and what lies beyond the cache, is dropped."""
+    B, T = positions.shape
+    if length is not None:
+        positions = jnp.where(jnp.arange(T) < length[:, None], positions, carry.keys.shape[1])
+
+    def written(cache: Array, new: Array) -> Array:
+        return cache.at[jnp.arange(B)[:, None], positions].set(new.astype(cache.dtype), mode="drop")
+
+    return AttentionCarry(written(carry.keys, k), written(carry.values, v))
+
+
+def rotary_angles(positions: Int[Array, "B T"], rotary_dim: int, theta: float) -> Float[Array, "B T R"]:
+    """Angle of each of the rotary_dim / 2 pairs, in f32; bf16 would be off by whole turns at a few thousand tokens."""
+    # On the host: one unit in the last place of a device's pow is 8e-3 rad at 131,071 tokens.
+    frequencies = theta ** -(np.arange(0, rotary_dim, 2) / max(rotary_dim, 1))
+    return positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+
+
+def rotate(x: Float[Array, "B T A d"], angles: Float[Array, "B T R"]) -> Float[Array, "B T A d"]:
+    """Rotate the first 2R entries of each head, as the pairs (i, i + R); the rest stays."""
+    R = angles.shape[-1]
+    wide = accumulation_dtype(x)
+    cos, sin = (f(angles)[:, :, None].astype(wide) for f in (jnp.cos, jnp.sin))
+    first, second, rest = jnp.split(x, (R, 2 * R), axis=-1)
+    first, second = first.astype(wide), second.astype(wide)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+def attend(
+    q: Float[Array, "B T A d"],
+    carry: AttentionCarry,
+    positions: Int[Array, "B T"],
+    *,
+    last: Int[Array, ""],
+    window: int | None = None,
+) -> Float[Array, "B T A d"]:
+    """Causal attention of queries at ``positions`` to the cache, of the last ``window`` tokens where it is given.
+
+    ``last``: the highest position that any query has.
+    """
+    T, M = q.shape[1], carry.keys.shape[1]
+    lengths = _prefix_lengths(min(T, M), M)
+
+    def over(length: int):
+        return lambda q, keys, values, positions: _attend(q, keys[:, :length], values[:, :length], positions, window)
+
+    branch = jnp.searchsorted(jnp.asarray(lengths), last, side="right")
+    return jax.lax.switch(branch, [over(n) for n in lengths], q, *carry, positions)
+
+
+def _prefix_lengths(shortest: int, M: int) -> list[int]:
+    """Prefixes of the cache, each up to half as long again as the one before, the last the whole."""
+    shortest = max(shortest, SHORTEST_PREFIX)
+    doubled = [shortest << i for i in range(M.bit_length())]
+    return [n for n in sorted({*doubled, *(3 * n // 2 for n in doubled)}) if n < M] + [M]
+
+
+def _attend(q: Array, keys: Array, values: Array, positions: Array, window: int | None) -> Array:
+    """Attention in blocks of queries, so that scores of at most QUERY_BLOCK queries exist at once, in reverse mode too."""
+    B, T, A, d = q.shape
+    if T <= QUERY_BLOCK:
+        return _attend_block(q, keys, values, positions, window)
+    pad = -T % QUERY_BLOCK
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    positions = jnp.pad(positions, ((0, 0), (0, pad)))
+    blocks = (
+        jnp.moveaxis(q.reshape(B, -1, QUERY_BLOCK, A, d), 1, 0),
+        jnp.moveaxis(positions.reshape(B, -1, QUERY_BLOCK), 1, 0),
+    )
+    y = jax.lax.map(jax.checkpoint(lambda block: _attend_block(block[0], keys, values, block[1], window)), blocks)
+    return jnp.moveaxis(y, 0, 1).reshape(B, T + pad, A, d)[:, :T]
+
+
+def _attend_block(q: Array, keys: Array, values: Array, positions: Array, window: int | None) -> Array:
+    B, T, A, d = q.shape
+    G, M = keys.shape[2], keys.shape[1]
+    wide = accumulation_dtype(q)
+    precision = HIGHEST if q.dtype != jnp.bfloat16 else None
+    product = partial(jnp.einsum, preferred_element_type=wide, precision=precision)
+    # Axes stay in the order that the products give: the scores are the largest array and are never transposed.
+    scores = product("btgad,bsgd->bgtas", q.reshape(B, T, G, A // G, d), keys) * d**-0.5
+    age = positions[:, :, None] - jnp.arange(M)
+    read = age >= 0 if window is None else (age >= 0) & (age < window)
+    visible = jnp.where(read, 0.0, -jnp.inf).astype(wide)
+    weights = jax.nn.softmax(scores + visible[:, None, :, None], axis=-1).astype(values.dtype)
+    y = product("bgtas,bsgd->bgtad", weights, values)
+    return jnp.moveaxis(y, 1, 2).reshape(B, T, A, d).astype(q.dtype)

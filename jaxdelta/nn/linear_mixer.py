@@ -1,0 +1,62 @@
+"""What every linear layer does around its projections: short convolution, delta rule, masks of padding, the carry.
+
+    q | k | v = heads(short_conv(project(x)));   beta, g = gates(x);   o, S = rule(q, k, v, g, beta);   y = output(o, x)
+
+A layer supplies ``project``, ``taps``, ``heads``, ``gates`` and ``output``; n_h > 1 writes n_h times a token.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
+from jaxdelta.ops.short_conv import short_conv
+
+
+class LinearCarry(NamedTuple):
+    """What a linear layer hands to the next segment.
+
+    Attributes:
+        S: Float[B H K V], f32.
+        tail: Float[B W-1 E], the last inputs of the short convolution, in the dtype of the activations; no entries where
+            there is none.
+    """
+
+    S: Array
+    tail: Array
+
+
+class LinearMixer(nnx.Module):
+    """A linear layer of ``config``, which names H, K, V, W, E and n_h."""
+
+    num_householder: int = 1
+
+    def init_carry(self, batch: int, dtype) -> LinearCarry:
+        """The carry before the first token of ``batch`` texts."""
+        c = self.config
+        return LinearCarry(
+            jnp.zeros((batch, c.num_value_heads, c.key_dim, c.value_dim), jnp.promote_types(dtype, jnp.float32)),
+            jnp.zeros((batch, c.conv_width - 1, c.conv_channels), dtype),
+        )
+
+    def __call__(
+        self, x: Float[Array, "B T D"], carry: LinearCarry, length: Int[Array, " B"] | None = None
+    ) -> tuple[Float[Array, "B T D"], LinearCarry]:
+        """Tokens of a segment; ``length``: how many leading ones of each row are text, all where None.
+
+        Padding neither writes nor decays: the carry returned is that after the last token of text.
+        """
+        T, n = x.shape[1], self.num_householder
+        text = None if length is None else (jnp.arange(T) < length[:, None])[..., None]
+        if text is not None:
+            x = jnp.where(text, x, 0)
+        qkv, tail = short_conv(self.project(x), self.taps(), tail=carry.tail, length=length)
+        q, k, v = self.heads(qkv)
+        beta, g = self.gates(x)
+        if text is not None:
+            beta, g = jnp.where(jnp.repeat(text, n, axis=1), beta, 0), jnp.where(text, g, 0)
+        rule = gated_delta_product if T * n == 1 else gated_delta_product_chunked
+        o, S = rule(q, k, v, g=g, beta=beta, num_householder=n, state=carry.S)
+        return self.output(o, x), LinearCarry(S, tail)

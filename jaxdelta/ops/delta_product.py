@@ -1,0 +1,83 @@
+"""The gated delta product: n_h Householder steps a token, the decay once, before the first of them.
+
+    S_{t,0} = exp(g_t) S_{t-1};   S_{t,j} = S_{t,j-1} + beta_{t,j} k_{t,j} (v_{t,j} - S_{t,j-1}^T k_{t,j})^T,  j = 1 .. n_h
+    S_t = S_{t,n_h};   o_t = scale * S_t^T q_t
+
+A token's transition is exp(g_t) times a product of n_h factors I - beta k k^T, the first step's rightmost. Source: Siems,
+Carstensen, Zela, Hutter, Pontil, Grazzi, "DeltaProduct", arXiv 2502.10297; the order of decay, steps and read is that of
+flash-linear-attention 0.6.
+"""
+
+import jax.numpy as jnp
+
+from jaxdelta.dims import Gates, Keys, State, StepGates, StepKeys, StepValues, Values
+from jaxdelta.ops.delta_rule import checked_chunk_size, chunked, gated_delta_rule, prepare
+
+
+def gated_delta_product(
+    q: Keys,
+    k: StepKeys,
+    v: StepValues,
+    *,
+    beta: StepGates,
+    g: Gates | None = None,
+    num_householder: int,
+    state: State | None = None,
+    scale: float | None = None,
+) -> tuple[Values, State]:
+    """The recurrence itself, one step after the other.
+
+    Args:
+        q: [B, T, H, K], l2-normalised and repeated to the H value heads, as k.
+        k, v, beta: T * num_householder entries along the tokens, a token's steps side by side.
+        g: [B, T, H], natural log of the decay, <= 0; None is no decay.
+        state: S before the first token; None is zeros.
+        scale: factor on q; None is K^-1/2.
+
+    Returns:
+        o, [B, T, H, V], and the state after the last token, in f32 or wider.
+
+    Raises:
+        ValueError: ``num_householder`` is below 1, or k, v or beta do not have T * num_householder entries.
+    """
+    g = _decay_of_steps(q, k, v, beta, g, num_householder)
+    steps = jnp.zeros((*k.shape[:3], q.shape[-1]), q.dtype).at[:, num_householder - 1 :: num_householder].set(q)
+    o, S = gated_delta_rule(steps, k, v, g=g, beta=beta, state=state, scale=scale)
+    return o[:, num_householder - 1 :: num_householder], S
+
+
+def gated_delta_product_chunked(
+    q: Keys,
+    k: StepKeys,
+    v: StepValues,
+    *,
+    beta: StepGates,
+    g: Gates | None = None,
+    num_householder: int,
+    state: State | None = None,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Values, State]:
+    """The map of :func:`gated_delta_product`, computed in chunks of matrix products. Any T; differentiable in both modes.
+
+    ``chunk_size`` counts steps and never changes the result. Shapes, units, errors: :func:`gated_delta_product`; ValueError
+    too where ``chunk_size`` is below 1.
+    """
+    g = _decay_of_steps(q, k, v, beta, g, num_householder)
+    prepared = prepare(q, k, v, g, beta, state, scale)
+    return chunked(*prepared, chunk_size=checked_chunk_size(chunk_size), steps=num_householder)
+
+
+def _decay_of_steps(q, k, v, beta, g, n: int):
+    """g of every step: the token's at the first, zero at the others."""
+    if n < 1:
+        raise ValueError(f"num_householder is {n}; expected at least 1")
+    B, T, H, _ = q.shape
+    for name, x in (("k", k), ("v", v), ("beta", beta)):
+        if x.shape[1] != T * n:
+            raise ValueError(f"{name} has {x.shape[1]} steps; expected {T} tokens x {n} = {T * n}")
+    if g is None:
+        return jnp.zeros((B, T * n, H), beta.dtype)
+    if n == 1:
+        return g
+    return jnp.zeros((B, T * n, H), g.dtype).at[:, ::n].set(g)
