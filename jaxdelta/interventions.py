@@ -4,18 +4,25 @@ An intervention maps (carry, memory) to (carry, memory, record). Its memory hold
 ranks) and what it keeps between boundaries (a warm-start basis), none of which is part of the model. The object itself is
 hashable and holds only what shapes the compiled program, so that runs which differ in ranks alone share one.
 
-Every row of the batch is a world of its own: a document under its own rank array over [layer, head].
+Every row of the batch is a world of its own: a document under its own ranks, factors or choice of heads over [layer, head].
+:class:`Truncate` cuts; the perturbations beside it scale, project, zero, filter, quantise, replace by noise or swap, where
+and when they are told to; :class:`NoOp` is the control that only has the boundaries.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxdelta.dims import HIGHEST
 from jaxdelta.models.decoder import Carry, states, with_states
 from jaxdelta.ops import low_rank
+from jaxdelta.ops.soft_filter import soft_filter
+from jaxdelta.ops.spectra import singular_values
 
 
 @runtime_checkable
@@ -83,3 +90,206 @@ class Truncate:
         cut = low_rank.truncation(S, memory.rank, method=self.method, max_rank=self.max_rank, basis=memory.basis)
         record = TruncateRecord(jnp.max(cut.missed, axis=(0, 2)), cut.rounds)
         return with_states(carry, list(cut.state)), TruncateMemory(memory.rank, cut.basis), record
+
+
+class PerturbationMemory(NamedTuple):
+    """``index``: Int[], of this boundary; ``where``: Bool[L B H]; ``at``: Int[n] boundaries, -1 is all; ``own``: any."""
+
+    index: Array
+    where: Array
+    at: Array
+    own: Any
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """A map of the states, applied to chosen heads at chosen boundaries.
+
+    Attributes:
+        where: Bool, broadcast over [B, L, H] (rows, linear layers in depth order, value heads).
+        at: boundaries by index, 0 the first; None is all.
+    """
+
+    where: np.ndarray | bool = field(default=True, compare=False, kw_only=True)
+    at: Sequence[int] | None = field(default=None, compare=False, kw_only=True)
+
+    def start(self, carry: Carry) -> tuple["Perturbation", PerturbationMemory]:
+        S = jnp.stack(states(carry))
+        where = by_head(self.where, S, bool)
+        at = np.array([-1] if self.at is None else list(self.at), np.int32)
+        return self, PerturbationMemory(jnp.zeros((), jnp.int32), where, jnp.asarray(at), self.prepare(S))
+
+    def __call__(self, carry: Carry, memory: PerturbationMemory) -> tuple[Carry, PerturbationMemory, None]:
+        S = jnp.stack(states(carry))
+        changed, own = self.change(S, memory.own, memory.index)
+        here = jnp.any((memory.at == memory.index) | (memory.at < 0))
+        S = jnp.where((memory.where & here)[..., None, None], changed, S)
+        return with_states(carry, list(S)), memory._replace(index=memory.index + 1, own=own), None
+
+    def prepare(self, S: Array) -> Any:
+        """What the perturbation keeps, from states [L, B, H, K, V] before the first boundary."""
+        return None
+
+    def change(self, S: Array, own: Any, index: Array) -> tuple[Array, Any]:
+        """The perturbed states, and what is kept for the next boundary."""
+        raise NotImplementedError
+
+
+def by_head(value: Any, S: Array, dtype) -> Array:
+    """An array over [B, L, H, ...] as [L, B, H, ...]; leading axes broadcast."""
+    L, B, H = S.shape[:3]
+    value = np.asarray(value, dtype)
+    rest = value.shape[3:] if value.ndim > 3 else ()
+    return jnp.asarray(np.moveaxis(np.broadcast_to(value, (B, L, H, *rest)), 0, 1))
+
+
+@dataclass(frozen=True)
+class NoOp(Perturbation):
+    """Nothing but the boundary: the control for the segment length."""
+
+    def change(self, S, own, index):
+        return S, own
+
+
+@dataclass(frozen=True)
+class Zero(Perturbation):
+    """Forget: the next segment starts from an empty state."""
+
+    def change(self, S, own, index):
+        return jnp.zeros_like(S), own
+
+
+@dataclass(frozen=True)
+class Scale(Perturbation):
+    """Multiply singular directions by ``factors``, broadcast over [B, L, H, directions], the largest sigma first.
+
+    Derivatives take the directions as constants (frozen basis).
+    """
+
+    factors: np.ndarray = field(compare=False)
+
+    def prepare(self, S):
+        directions = min(S.shape[-2:])
+        factors = np.asarray(self.factors, np.float32)
+        if factors.ndim < 1 or factors.shape[-1] not in (1, directions):
+            raise ValueError(f"factors have shape {factors.shape}; expected [B, L, H, {directions}]")
+        L, B, H = S.shape[:3]
+        return jnp.asarray(np.moveaxis(np.broadcast_to(factors, (B, L, H, directions)), 0, 1), S.dtype)
+
+    def change(self, S, own, index):
+        transposed = S.shape[-2] > S.shape[-1]
+        A = jnp.swapaxes(S, -1, -2) if transposed else S
+        U = jax.lax.stop_gradient(low_rank.left_directions(A))
+        A = jnp.einsum("...ki,...i,...ji,...jv->...kv", U, own, U, A, precision=HIGHEST)
+        return (jnp.swapaxes(A, -1, -2) if transposed else A), own
+
+
+@dataclass(frozen=True)
+class Project(Perturbation):
+    """Keep what lies in the span of given key directions: S <- Q Q^T S for orthonormal columns Q.
+
+    Attributes:
+        basis: Float[B L H K Q], with broadcast axes of size one.
+    """
+
+    basis: np.ndarray = field(compare=False)
+
+    def prepare(self, S):
+        L, B, H, K, _ = S.shape
+        basis = np.asarray(self.basis, np.float32)
+        if basis.ndim != 5 or basis.shape[3] != K:
+            raise ValueError(f"basis has shape {basis.shape}; expected [B, L, H, {K}, Q]")
+        error = np.abs(np.swapaxes(basis, -1, -2) @ basis - np.eye(basis.shape[-1])).max()
+        if error > 1e-4:
+            raise ValueError(f"columns of basis are not orthonormal: Q^T Q is off the identity by {error:.2g}")
+        return jnp.asarray(np.moveaxis(np.broadcast_to(basis, (B, L, H, *basis.shape[3:])), 0, 1), S.dtype)
+
+    def change(self, S, own, index):
+        return jnp.einsum("...ki,...ji,...jv->...kv", own, own, S, precision=HIGHEST), own
+
+
+@dataclass(frozen=True)
+class Filter(Perturbation):
+    """The soft spectral filter, with ``tau`` > 0 broadcast over [B, L, H], in units of sigma^2."""
+
+    tau: np.ndarray | float = field(compare=False)
+
+    def prepare(self, S):
+        if np.min(self.tau) <= 0:
+            raise ValueError(f"tau is {np.min(self.tau)}; expected above 0")
+        return by_head(self.tau, S, np.float32).astype(S.dtype)
+
+    def change(self, S, own, index):
+        return soft_filter(S, own), own
+
+
+@dataclass(frozen=True)
+class Noise(Perturbation):
+    """Replace each state by one of the same spectrum and Haar random singular vectors, drawn anew for world and boundary.
+
+    The control of a truncation: what a state of this size does when it means nothing.
+    """
+
+    seed: int = field(default=0, compare=False)
+
+    def prepare(self, S):
+        return jax.random.key(self.seed)
+
+    def change(self, S, own, index):
+        K, V = S.shape[-2:]
+        n = min(K, V)
+        sigma = singular_values(S)
+        # One factorization of both sides: several in one program can deadlock a CPU. Missing rows are zero.
+        gauss = jax.random.normal(jax.random.fold_in(own, index), (2, *S.shape[:-2], max(K, V), n), S.dtype)
+        rows = jnp.arange(max(K, V))[:, None] < jnp.array([K, V]).reshape(2, *(1,) * (S.ndim - 2), 1, 1)
+        gauss, sigma = jax.lax.optimization_barrier((jnp.where(rows, gauss, 0), sigma))
+        Q, R = jnp.linalg.qr(gauss)
+        Q = Q * jnp.sign(jnp.diagonal(R, axis1=-2, axis2=-1))[..., None, :]
+        return jnp.einsum("...ki,...i,...vi->...kv", Q[0, ..., :K, :], sigma, Q[1, ..., :V, :], precision=HIGHEST), own
+
+
+@dataclass(frozen=True)
+class Quantise(Perturbation):
+    """Round each state to ``bits`` bits, symmetric about zero, with one scale a head: its largest entry.
+
+    With ``error_feedback`` what rounding took away is added back before the next rounding. Derivatives pass straight
+    through the rounding.
+    """
+
+    bits: int
+    error_feedback: bool = False
+
+    def prepare(self, S):
+        if not 2 <= self.bits <= 16:
+            raise ValueError(f"bits is {self.bits}; expected 2 to 16")
+        return jnp.zeros_like(S) if self.error_feedback else None
+
+    def change(self, S, own, index):
+        wanted = S if own is None else S + own
+        levels = 2.0 ** (self.bits - 1) - 1
+        largest = jnp.max(jnp.abs(wanted), axis=(-2, -1), keepdims=True)
+        step = jnp.where(largest > 0, largest, 1) / levels
+        rounded = jnp.round(wanted / step) * step
+        error = None if own is None else jax.lax.stop_gradient(wanted - rounded)
+        return wanted + jax.lax.stop_gradient(rounded - wanted), error
+
+
+@dataclass(frozen=True)
+class Swap(Perturbation):
+    """Take the states of another run.
+
+    Attributes:
+        states: Float[N-1 L B H K V], for each boundary, or one for all of them, with broadcast axes of size one.
+    """
+
+    states: np.ndarray = field(compare=False)
+
+    def prepare(self, S):
+        other = jnp.asarray(self.states, S.dtype)
+        try:
+            return jnp.broadcast_to(other, (other.shape[0], *S.shape))
+        except ValueError:
+            raise ValueError(f"states have shape {other.shape}; expected [N-1, {', '.join(map(str, S.shape))}]") from None
+
+    def change(self, S, own, index):
+        return own[jnp.minimum(index, len(own) - 1)], own

@@ -181,14 +181,14 @@ def _graphdef(config: DecoderConfig) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: build(config)))[0]
 
 
-def _model(config: DecoderConfig, params) -> Decoder:
+def rebuilt(config: DecoderConfig, params) -> Decoder:
     """The module of a config around traced parameters; compiled functions are keyed by the config alone."""
     return nnx.merge(_graphdef(config), params)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _segment(config, params, carry: Carry, tokens: Tokens, targets: Tokens, length: Int[Array, " B"]):
-    model = _model(config, params)
+    model = rebuilt(config, params)
     out = model(tokens, carry, length)
     return token_losses(model, out.hidden, targets), out.carry, out.finite
 
@@ -200,7 +200,7 @@ def _boundary(intervention: Intervention, carry: Carry, memory):
 
 @partial(jax.jit, static_argnums=0)
 def _forward(config, params, carry: Carry, tokens: Tokens, mask: Mask | None):
-    model = _model(config, params)
+    model = rebuilt(config, params)
     if mask is None:
         out = model(tokens, carry)
         return model.logits(out.hidden), out.carry
@@ -213,27 +213,45 @@ def _forward(config, params, carry: Carry, tokens: Tokens, mask: Mask | None):
 
 def token_losses(model: Decoder, hidden: Float[Array, "B T D"], targets: Tokens) -> Float[Array, "B T"]:
     """Nats of each target. Logits exist for a block of words at a time, at most LOGITS_AT_ONCE entries of them."""
-    B, T, D = hidden.shape
-    rows, weight = hidden.reshape(B * T, D), model.head_weight
-    block = _words_at_once(len(weight), B * T)
-    whole = len(weight) // block * block
+    return log_normalizer(model, hidden) - chosen_logits(model, hidden, targets)
 
-    def add(sums, words):
+
+def chosen_logits(model: Decoder, hidden: Float[Array, "B T D"], words: Tokens) -> Float[Array, "B T"]:
+    """The logit of one word at each token."""
+    precision = HIGHEST if hidden.dtype != jnp.bfloat16 else None
+    wide = accumulation_dtype(hidden)
+    return jnp.einsum("btd,btd->bt", hidden, model.head_weight[words], preferred_element_type=wide, precision=precision)
+
+
+def log_normalizer(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    """Log of the sum of the exponentials of all logits."""
+    B, T, D = hidden.shape
+    rows = hidden.reshape(B * T, D)
+
+    def add(sums, words, _):
         """Log-sum-exp so far, as the largest logit and the sum relative to it."""
         largest, total = sums
         logits = linear(rows, words, dtype=largest.dtype)
         new = jnp.maximum(largest, jnp.max(logits, axis=-1))
-        return (new, total * jnp.exp(largest - new) + jnp.sum(jnp.exp(logits - new[:, None]), axis=-1)), None
+        return new, total * jnp.exp(largest - new) + jnp.sum(jnp.exp(logits - new[:, None]), axis=-1)
 
     wide = accumulation_dtype(hidden)
-    sums = jnp.full(B * T, -jnp.inf, wide), jnp.zeros(B * T, wide)
-    sums, _ = jax.lax.scan(jax.checkpoint(add), sums, weight[:whole].reshape(-1, block, D))
-    if whole < len(weight):
-        sums, _ = add(sums, weight[whole:])
-    largest, total = sums
-    precision = HIGHEST if rows.dtype != jnp.bfloat16 else None
-    chosen = jnp.einsum("nd,nd->n", rows, weight[targets.reshape(-1)], preferred_element_type=wide, precision=precision)
-    return (largest + jnp.log(total) - chosen).reshape(B, T)
+    largest, total = over_words(model, B * T, add, (jnp.full(B * T, -jnp.inf, wide), jnp.zeros(B * T, wide)))
+    return (largest + jnp.log(total)).reshape(B, T)
+
+
+def over_words(model: Decoder, rows: int, add: Callable[[Any, Array, Any], Any], sums: Any) -> Any:
+    """Fold ``add(sums, rows of a block of words, index of its first)`` over the head; logits of one block exist at once."""
+    weight = model.head_weight
+    block = _words_at_once(len(weight), rows)
+    whole = len(weight) // block * block
+
+    def step(sums, part):
+        return add(sums, *part), None
+
+    parts = weight[:whole].reshape(-1, block, weight.shape[1]), jnp.arange(0, whole, block)
+    sums, _ = jax.lax.scan(jax.checkpoint(step), sums, parts)
+    return add(sums, weight[whole:], whole) if whole < len(weight) else sums
 
 
 def _words_at_once(words: int, rows: int) -> int:

@@ -7,7 +7,7 @@ this shape. The model is a pure function of tokens and a carry: everything that 
 :class:`Carry`.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxdelta.dims import State, Tokens, linear
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.nn.attention import AttentionCarry
-from jaxdelta.nn.linear_mixer import LinearCarry, LinearMixer
+from jaxdelta.nn.linear_mixer import LinearCarry, LinearMixer, LinearProbe
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.ops.norms import rms_norm
 
@@ -34,6 +34,10 @@ class Carry(NamedTuple):
     position: Array
 
 
+# Of each layer in depth order the probe of a linear layer, None of an attention layer.
+Probes: TypeAlias = tuple[LinearProbe | None, ...]
+
+
 class Output(NamedTuple):
     """What a pass over a segment gives.
 
@@ -42,11 +46,13 @@ class Output(NamedTuple):
         carry: after the last token of text of each row.
         finite: Bool[num_layers + 1, B], whether the residual stream after the embedding and after each layer, and the
             state handed on, are finite.
+        inputs: of each linear layer what it reads, Float[B T D], after the norm.
     """
 
     hidden: Array
     carry: Carry
     finite: Array
+    inputs: tuple[Array, ...]
 
 
 class MLP(nnx.Module):
@@ -71,14 +77,14 @@ class DecoderLayer(nnx.Module):
         self.post_norm = constant((config.width,), 1 - offset)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x, carry, positions, length):
+    def __call__(self, x, carry, positions, length, probe=None):
         h = rms_norm(x, self.input_norm[...], eps=self.eps, offset=self.offset)
         if isinstance(self.mixer, LinearMixer):
-            y, carry = self.mixer(h, carry, length)
+            y, carry = self.mixer(h, carry, length, probe)
         else:
             y, carry = self.mixer(h, carry, positions, length)
         x = x + y
-        return x + self.mlp(rms_norm(x, self.post_norm[...], eps=self.eps, offset=self.offset)), carry
+        return x + self.mlp(rms_norm(x, self.post_norm[...], eps=self.eps, offset=self.offset)), carry, h
 
 
 class Decoder(nnx.Module):
@@ -125,20 +131,31 @@ class Decoder(nnx.Module):
         )
         return Carry(layers, jnp.zeros((batch,), jnp.int32))
 
-    def __call__(self, tokens: Tokens, carry: Carry, length: Int[Array, " B"] | None = None) -> Output:
+    def probes(self, batch: int, length: int) -> Probes:
+        """The probes that change nothing, for ``length`` tokens."""
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(m.probe(batch, length, wide) if isinstance(m, LinearMixer) else None for m in mixers)
+
+    def __call__(
+        self, tokens: Tokens, carry: Carry, length: Int[Array, " B"] | None = None, probes: Probes | None = None
+    ) -> Output:
         """Run tokens on from ``carry``; ``length``: how many leading tokens of each row are text, all where None."""
         T = tokens.shape[1]
         positions = carry.position[:, None] + jnp.arange(T, dtype=jnp.int32)
         x = self.embed[...][tokens]
         finite = [_finite(x)]
-        layers = []
-        for layer, layer_carry in zip(self.layers, carry.layers, strict=True):
-            x, layer_carry = layer(x, layer_carry, positions, length)
+        layers, inputs = [], []
+        probes = probes or (None,) * len(self.layers)
+        for layer, layer_carry, probe in zip(self.layers, carry.layers, probes, strict=True):
+            x, layer_carry, h = layer(x, layer_carry, positions, length, probe)
+            if isinstance(layer_carry, LinearCarry):
+                inputs.append(h)
             finite.append(_finite(x) & (_finite(layer_carry.S) if isinstance(layer_carry, LinearCarry) else True))
             layers.append(layer_carry)
         hidden = rms_norm(x, self.final_norm[...], eps=self.config.norm_eps, offset=self.NORM_OFFSET)
         position = carry.position + (T if length is None else length)
-        return Output(hidden, Carry(tuple(layers), position.astype(jnp.int32)), jnp.stack(finite))
+        return Output(hidden, Carry(tuple(layers), position.astype(jnp.int32)), jnp.stack(finite), tuple(inputs))
 
     @property
     def head_weight(self) -> Float[Array, "Y D"]:

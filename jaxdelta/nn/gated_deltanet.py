@@ -61,11 +61,10 @@ class GatedDeltaNet(LinearMixer):
         step = jax.nn.softplus(linear(x, self.in_a[...], dtype=wide) + self.dt_bias[...])
         return beta, -jnp.exp(self.A_log[...]) * step
 
-    def output(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Gated norm of each head, then the output projection."""
+    def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
+        """Gated norm of each head."""
         z = linear(x, self.in_z[...]).reshape(o.shape)
-        y = gated_rms_norm(o, self.norm[...], z, eps=self.config.norm_eps)
-        return linear(y.reshape(*y.shape[:2], -1), self.out[...])
+        return gated_rms_norm(o, self.norm[...], z, eps=self.config.norm_eps)
 
 
 def decay_parameters(rngs: nnx.Rngs, H: int) -> tuple[nnx.Param, nnx.Param]:

@@ -89,12 +89,10 @@ class GatedDeltaProduct(LinearMixer):
         step = jax.nn.softplus(linear(x, self.a[...], dtype=wide) + self.dt_bias[...])
         return beta, -jnp.exp(self.A_log[...]) * step
 
-    def output(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Norm of each head, its gate where there is one, then the output projection."""
+    def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
+        """Norm of each head, and its gate where there is one."""
         c = self.config
         if c.output_gate is None:
-            y = rms_norm(o, self.norm[...], eps=c.norm_eps, offset=0.0).astype(x.dtype)
-        else:
-            z = linear(x, self.z[...]).reshape(o.shape)
-            y = gated_rms_norm(o, self.norm[...], z, eps=c.norm_eps, activation=GATES[c.output_gate])
-        return linear(y.reshape(*y.shape[:2], -1), self.out[...])
+            return rms_norm(o, self.norm[...], eps=c.norm_eps, offset=0.0).astype(x.dtype)
+        z = linear(x, self.z[...]).reshape(o.shape)
+        return gated_rms_norm(o, self.norm[...], z, eps=c.norm_eps, activation=GATES[c.output_gate])

@@ -1,8 +1,9 @@
 """What every linear layer does around its projections: short convolution, delta rule, masks of padding, the carry.
 
-    q | k | v = heads(short_conv(project(x)));   beta, g = gates(x);   o, S = rule(q, k, v, g, beta);   y = output(o, x)
+    q | k | v = heads(short_conv(project(x)));   beta, g = gates(x)
+    o, S = rule(q, k, v, g, beta);   y = W_out normed(o, x)
 
-A layer supplies ``project``, ``taps``, ``heads``, ``gates`` and ``output``; n_h > 1 writes n_h times a token.
+A layer supplies ``project``, ``taps``, ``heads``, ``gates``, ``normed`` and ``out``; n_h > 1 writes n_h times a token.
 """
 
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxdelta.dims import linear
 from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
 from jaxdelta.ops.short_conv import short_conv
 
@@ -28,6 +30,22 @@ class LinearCarry(NamedTuple):
     tail: Array
 
 
+class LinearProbe(NamedTuple):
+    """Where a linear layer can be pushed; its derivatives are the layer's sensitivities.
+
+    Attributes:
+        beta: Float[B P H], added to the write strengths.
+        g: Float[B T H], added to the log-decays.
+        output: Float[B H], a factor on each head's output after its norm; before it, the norm would cancel the factor.
+        residual: Float[B T D], added to what the layer adds to the residual stream.
+    """
+
+    beta: Array
+    g: Array
+    output: Array
+    residual: Array
+
+
 class LinearMixer(nnx.Module):
     """A linear layer of ``config``, which names H, K, V, W, E and n_h."""
 
@@ -42,7 +60,11 @@ class LinearMixer(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "B T D"], carry: LinearCarry, length: Int[Array, " B"] | None = None
+        self,
+        x: Float[Array, "B T D"],
+        carry: LinearCarry,
+        length: Int[Array, " B"] | None = None,
+        probe: LinearProbe | None = None,
     ) -> tuple[Float[Array, "B T D"], LinearCarry]:
         """Tokens of a segment; ``length``: how many leading ones of each row are text, all where None.
 
@@ -55,8 +77,21 @@ class LinearMixer(nnx.Module):
         qkv, tail = short_conv(self.project(x), self.taps(), tail=carry.tail, length=length)
         q, k, v = self.heads(qkv)
         beta, g = self.gates(x)
+        if probe is not None:
+            beta, g = beta + probe.beta, g + probe.g
         if text is not None:
             beta, g = jnp.where(jnp.repeat(text, n, axis=1), beta, 0), jnp.where(text, g, 0)
         rule = gated_delta_product if T * n == 1 else gated_delta_product_chunked
         o, S = rule(q, k, v, g=g, beta=beta, num_householder=n, state=carry.S)
-        return self.output(o, x), LinearCarry(S, tail)
+        y = self.normed(o, x)
+        if probe is not None:
+            y = y * probe.output[:, None, :, None].astype(y.dtype)
+        y = linear(y.reshape(*y.shape[:2], -1), self.out[...])
+        return y if probe is None else y + probe.residual.astype(y.dtype), LinearCarry(S, tail)
+
+    def probe(self, batch: int, length: int, dtype=jnp.float32) -> LinearProbe:
+        """The probe that changes nothing, for ``length`` tokens."""
+        H = self.config.num_value_heads
+        gates = (jnp.zeros((batch, length * n, H), dtype) for n in (self.num_householder, 1))
+        residual = jnp.zeros((batch, length, self.config.width), dtype)
+        return LinearProbe(*gates, jnp.ones((batch, H), dtype), residual)

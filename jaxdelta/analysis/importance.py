@@ -1,0 +1,39 @@
+"""Importance of heads and layers from sensitivities: what the mean loss is estimated to rise by when each is removed.
+
+    head_output   the head's output is zero in the whole text
+    head_state    the head's state is zero at every boundary
+    directions    every direction of the head's states beyond the first ``rank`` is cut, at every boundary
+
+First order and Fisher part are summed over segments or boundaries, within a sample before squares are taken.
+"""
+
+import xarray as xr
+
+from jaxdelta.analysis.sensitivity import tail_effect
+
+
+def head_importance(maps: xr.Dataset) -> xr.Dataset:
+    """Maps over (document, layer, head) and (document, layer): ``head_output``, ``head_state``, ``layer_output`` ...
+
+    Also ``michel``, the magnitude of the first-order derivative of a head's output gate, scaled to unit norm within a
+    layer (Michel, Levy, Neubig, arXiv 1905.10650). Nats a scored token, the others.
+    """
+    found = {}
+    for part, along in (("output", "segment"), ("state", "boundary")):
+        first = maps[f"head_{part}"].sum(along)
+        drawn = maps[f"head_{part}_sample"].sum(along) if f"head_{part}_sample" in maps else None
+        found[f"head_{part}"] = _effect(first, drawn, maps.scored)
+        found[f"layer_{part}"] = _effect(first.sum("head"), None if drawn is None else drawn.sum("head"), maps.scored)
+    size = abs(maps.head_output.sum("segment"))
+    norm = (size**2).sum("head") ** 0.5
+    found["michel"] = size / norm.where(norm > 0, 1)
+    return xr.Dataset(found, attrs=maps.attrs)
+
+
+def truncation_importance(maps: xr.Dataset, rank: int) -> xr.DataArray:
+    """Estimated rise of the loss when a head's states are cut to ``rank`` at one boundary, summed over boundaries."""
+    return tail_effect(maps).isel(rank=rank).sum("boundary")
+
+
+def _effect(first: xr.DataArray, drawn: xr.DataArray | None, scored: xr.DataArray) -> xr.DataArray:
+    return -first if drawn is None else -first + 0.5 * (drawn**2).mean("sample") / scored

@@ -1,0 +1,404 @@
+"""Sensitivity of the loss to every singular direction of every carried state, to every write strength, decay and head.
+
+A gate on direction i of a state S = sum_i sigma_i u_i v_i^T multiplies its term; with G = dL/dS,
+
+    gate_i = dL/d(gate_i) at 1 = sigma_i u_i^T G v_i = (U^T G S^T U)_ii
+
+U and V are constants: no SVD is differentiated. Within a block of equal singular values single gates depend on the basis
+chosen and only their sum means something, so figures by rank are made from sums (:func:`tail_gate`, :func:`tail_fisher`).
+Where a state is only read, all its gates together scale o, which the norm after it cancels: their sum has almost no
+first-order signal.
+
+The effect of removing a direction is estimated as -gate + fisher / 2. At a model that fits its text the first order
+vanishes; the second is the Fisher information of the gate, from labels y drawn by the model itself:
+
+    fisher_i = E[(d sum_t l_t(y_t) / d gate_i)^2] / N        for N scored tokens
+
+Labels are independent from token to token, so cross terms vanish in expectation and one summed backward a sample suffices.
+It is the curvature of the mean loss in the Gauss-Newton sense. Sources: optimal brain damage, LeCun, Denker, Solla 1990;
+gates of heads, Michel, Levy, Neubig, arXiv 1905.10650; Fisher masks, Kwon et al., arXiv 2204.09656.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xarray as xr
+from jaxtyping import Array, Float
+
+from jaxdelta.dims import HIGHEST, Matrices, Tokens
+from jaxdelta.interventions import Intervention
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.ops.low_rank import left_directions
+from jaxdelta.reverse import Pulled, Tape, pull_back, record
+from jaxdelta.segments import check_tokens, chosen_logits, log_normalizer, over_words
+
+GAUGE = (
+    "gates of single directions inside a block of equal singular values depend on the basis; use tail_gate, tail_fisher. "
+    "All gates of a head together have almost no first-order signal where its state is only read: the norm cancels them."
+)
+
+
+class NextTokenInputs(NamedTuple):
+    """Arrays of one segment: ``targets`` Int[B T], ``scored`` Bool[B T], ``count`` Int[B], ``uniforms`` Float[R B T]."""
+
+    targets: Array
+    scored: Array
+    count: Array
+    uniforms: Array
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """Mean loss over scored tokens, in nats: cotangents of the loss itself, then of sampled labels, summed over tokens."""
+
+    def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: NextTokenInputs):
+        normalizer = log_normalizer(model, hidden)
+        losses = normalizer - chosen_logits(model, hidden, inputs.targets)
+        expected, labels = _expected_and_sampled(model, hidden, normalizer, inputs.uniforms)
+        words = jnp.concatenate([inputs.targets[None], labels])
+        weights = jnp.where(inputs.scored, 1.0, 0.0).astype(losses.dtype)
+        into = (expected - model.head_weight[words]) * weights[..., None]
+        return losses * weights, into.at[0].divide(jnp.maximum(inputs.count, 1)[:, None, None])
+
+
+class LogitDifferenceInputs(NamedTuple):
+    """Arrays of one segment: ``words`` and ``others`` Int[B T], ``scored`` Bool[B T], ``count`` Int[B]."""
+
+    words: Array
+    others: Array
+    scored: Array
+    count: Array
+
+
+@dataclass(frozen=True)
+class _LogitDifferenceObjective:
+    def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: LogitDifferenceInputs):
+        weights = jnp.where(inputs.scored, 1.0, 0.0)
+        values = chosen_logits(model, hidden, inputs.words) - chosen_logits(model, hidden, inputs.others)
+        rows = model.head_weight[inputs.words] - model.head_weight[inputs.others]
+        return values * weights, (rows * (weights / jnp.maximum(inputs.count, 1)[:, None])[..., None])[None]
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """Mean over scored tokens of the logit of one word minus that of another, instead of a loss; it has no Fisher part.
+
+    Attributes:
+        words, others: Int[N - 1] or whole numbers, for the token that follows tokens 0 .. i.
+    """
+
+    words: np.ndarray | int
+    others: np.ndarray | int
+
+
+Loss = Literal["next_token", "kl"] | LogitDifference
+
+
+def sensitivity(
+    model: Decoder,
+    tokens: np.ndarray | Sequence[np.ndarray],
+    segment: int = 256,
+    *,
+    scored: np.ndarray | Sequence[np.ndarray] | None = None,
+    loss: Loss = "next_token",
+    samples: int = 8,
+    seed: int = 0,
+    intervention: Intervention | None = None,
+    on_host: bool = False,
+    names: Sequence[str] | None = None,
+    after_segment: Callable[[int], None] = lambda index: None,
+) -> xr.Dataset:
+    """Derivatives of the loss with respect to every direction of every carried state, every beta, g and head.
+
+    Args:
+        tokens: ids of one document, or of several, run together as rows of a batch.
+        segment: tokens between two boundaries.
+        scored: Bool[N - 1] for each document, whether the prediction of token i + 1 counts; all where None. The answer
+            tokens of a task are such a mask.
+        loss: "next_token", the mean over scored tokens; "kl", the divergence from the untouched model, whose first order is
+            identically zero and whose second is the Fisher part; or a :class:`LogitDifference`.
+        samples: labels drawn for the Fisher part; 0 leaves it out, and effects are of first order.
+        seed: of the labels.
+        intervention: at every boundary; derivatives go through it, the exact one of a truncation among them.
+        on_host: keep the boundaries' states in the host's memory.
+        names: of the documents.
+        after_segment: called with the segments done so far, of 2 N, for progress.
+
+    Returns:
+        A dataset over (document, boundary, layer, head, direction): ``sigma``, ``gate``, ``fisher``, ``effect``; over
+        (document, token, layer, head) ``beta`` (with a ``step`` where n_h > 1) and ``log_decay``: dL/dbeta and dL/dg; over
+        (document, segment or boundary, layer, head) ``head_output`` and ``head_state``, derivatives of gates on a head's
+        output after its norm and on its carried state. ``*_sample`` hold the summed loss's derivative for each sampled
+        label. Boundaries are the tokens seen; ``layer`` counts linear layers, ``model_layer`` stands beside it. NaN where
+        a document has ended.
+
+    Raises:
+        ValueError: no token is scored, a document is too short, or an argument is out of range.
+        NonFiniteError: a NaN or an infinity, with its layer, head and boundary.
+    """
+    tokens, lengths, scored = as_batch(model, tokens, scored, segment)
+    if samples < 0:
+        raise ValueError(f"samples is {samples}; expected at least 0")
+    drawn = 0 if isinstance(loss, LogitDifference) else samples
+    if loss == "kl" and not drawn:
+        raise ValueError("the first order of the KL divergence is identically zero; it needs samples of at least 1")
+    tape = record(
+        model,
+        tokens,
+        lengths=lengths,
+        segment=segment,
+        intervention=intervention,
+        on_host=on_host,
+        after_segment=after_segment,
+    )
+    objective, inputs = objective_of(loss, tape, scored, drawn, seed)
+    collected = _Collected(model, tape, drawn)
+    for pulled in pull_back(model, tape, objective, inputs, cotangents=1 + drawn):
+        collected.add(pulled)
+        after_segment(2 * len(tape.starts) - 1 - pulled.index)
+    return _dataset(model, tape, collected, scored.sum(axis=1), loss, names)
+
+
+def as_batch(model: Decoder, tokens, scored, segment: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Documents as rows [B, N], their lengths, and which predictions count, Bool[B, N - 1]; checks all of them."""
+    one = not isinstance(tokens, list | tuple) and np.ndim(tokens) == 1
+    documents = [np.asarray(d) for d in ([tokens] if one else tokens)]
+    masks = [None] * len(documents) if scored is None else [scored] if one else list(scored)
+    if segment < 1:
+        raise ValueError(f"segment is {segment}; expected at least 1 token")
+    if not documents or len(masks) != len(documents):
+        raise ValueError(f"there are {len(documents)} documents and {len(masks)} masks of scored tokens")
+    lengths = np.array([len(d) for d in documents])
+    batch = np.zeros((len(documents), lengths.max()), np.int32)
+    counts = np.zeros((len(documents), max(1, lengths.max() - 1)), bool)
+    for row, (document, mask) in enumerate(zip(documents, masks, strict=True)):
+        if document.ndim != 1 or len(document) < 2:
+            raise ValueError(f"document {row} has shape {document.shape}; expected at least 2 token ids")
+        if len(document) <= segment:
+            raise ValueError(
+                f"document {row} has {len(document)} tokens, one segment of {segment}: no boundary hands a state on. "
+                "Take a shorter segment or a longer document."
+            )
+        check_tokens(document, model.config.vocab_size)
+        mask = np.ones(len(document) - 1, bool) if mask is None else np.asarray(mask)
+        if mask.dtype != bool or mask.shape != (len(document) - 1,):
+            raise ValueError(
+                f"scored of document {row} is {mask.dtype}{list(mask.shape)}; expected bool[{len(document) - 1}]"
+            )
+        if not mask.any():
+            raise ValueError(f"no token of document {row} is scored")
+        batch[row, : len(document)] = document
+        counts[row, : len(mask)] = mask
+    return batch, lengths, counts
+
+
+def objective_of(loss: Loss, tape: Tape, scored: np.ndarray, samples: int, seed: int):
+    """The objective, and its arrays in each segment."""
+    B, size = len(tape.lengths), tape.segment
+    count = len(tape.starts) * size
+    mask = np.zeros((B, count), bool)
+    mask[:, : scored.shape[1]] = scored[:, :count]
+    total = scored.sum(axis=1)
+
+    def part(x: np.ndarray, index: int) -> np.ndarray:
+        return x[:, index * size : (index + 1) * size]
+
+    if isinstance(loss, LogitDifference):
+        pairs = []
+        for words in (loss.words, loss.others):
+            padded = np.zeros((B, count), np.int32)
+            padded[:, : scored.shape[1]] = words
+            pairs.append(padded)
+
+        def inputs(index: int) -> LogitDifferenceInputs:
+            return LogitDifferenceInputs(part(pairs[0], index), part(pairs[1], index), part(mask, index), total)
+
+        return _LogitDifferenceObjective(), inputs
+
+    def inputs(index: int) -> NextTokenInputs:
+        uniforms = jax.random.uniform(jax.random.fold_in(jax.random.key(seed), index), (samples, B, size))
+        return NextTokenInputs(part(tape.tokens[:, 1:], index), part(mask, index), total, uniforms)
+
+    return NextToken(), inputs
+
+
+def _expected_and_sampled(
+    model: Decoder, hidden: Float[Array, "B T D"], normalizer: Float[Array, "B T"], uniforms: Float[Array, "R B T"]
+) -> tuple[Float[Array, "B T D"], Tokens]:
+    """The head's rows averaged over the predictive distribution, and words drawn from it by inversion."""
+    B, T, D = hidden.shape
+    rows, log_total = hidden.reshape(B * T, D), normalizer.reshape(B * T, 1)
+    levels = uniforms.reshape(-1, B * T, 1)
+    wide = log_total.dtype
+    precision = HIGHEST if hidden.dtype != jnp.bfloat16 else None
+
+    def add(sums, words, _):
+        mean, below, passed = sums
+        logits = jnp.einsum("nd,yd->ny", rows, words, preferred_element_type=wide, precision=precision)
+        p = jnp.exp(logits - log_total)
+        mean = mean + jnp.einsum(
+            "ny,yd->nd", p.astype(words.dtype), words, preferred_element_type=wide, precision=precision
+        )
+        if not len(levels):
+            return mean, below, passed
+        cumulative = below + jnp.cumsum(p, axis=-1)
+        return mean, cumulative[:, -1:], passed + jnp.sum(cumulative < levels, axis=-1, dtype=jnp.int32)
+
+    start = jnp.zeros((B * T, D), wide), jnp.zeros((B * T, 1), wide), jnp.zeros(levels.shape[:2], jnp.int32)
+    mean, _, passed = over_words(model, B * T, add, start)
+    labels = jnp.minimum(passed, len(model.head_weight) - 1)
+    return mean.reshape(B, T, D), labels.reshape(uniforms.shape)
+
+
+@partial(jax.jit)
+def gates(S: Matrices, G: Float[Array, "R *batch K V"]) -> tuple[Float[Array, "*batch D"], Float[Array, "R *batch D"]]:
+    """sigma of each direction of S, descending, and for each cotangent G the derivative for a gate on that direction."""
+    transposed = S.shape[-2] > S.shape[-1]
+    if transposed:  # the smaller side has a basis of as many directions as there can be
+        S, G = jnp.swapaxes(S, -1, -2), jnp.swapaxes(G, -1, -2)
+    U = left_directions(S)
+    SU = jnp.einsum("...kv,...ki->...vi", S, U, precision=HIGHEST)
+    GSU = jnp.einsum("r...kv,...vi->r...ki", G, SU, precision=HIGHEST)
+    return jnp.sqrt(jnp.sum(SU * SU, axis=-2)), jnp.sum(U * GSU, axis=-2)
+
+
+class _Collected:
+    """Arrays of a pull-back as they come, the last segment first, moved to the host a segment late."""
+
+    def __init__(self, model: Decoder, tape: Tape, samples: int):
+        self.model, self.tape, self.samples = model, tape, samples
+        self.parts: list[dict[str, np.ndarray]] = []
+        self._waiting: dict[str, Any] | None = None
+
+    def add(self, pulled: Pulled) -> None:
+        part = {"values": pulled.values, "beta": pulled.beta[0], "g": pulled.g[0], "head_output": pulled.output}
+        if pulled.index:
+            S = jnp.asarray(self.tape.starts[pulled.index].recurrent.S)
+            part["sigma"], part["gate"] = gates(S, pulled.state)
+            part["head_state"] = jnp.einsum("lbhkv,rlbhkv->rlbh", S, pulled.state, precision=HIGHEST)
+        self._flush()
+        self._waiting = part
+
+    def _flush(self) -> None:
+        if self._waiting is not None:
+            self.parts.append({name: np.asarray(x) for name, x in self._waiting.items()})
+            self._waiting = None
+
+    def stacked(self, name: str) -> np.ndarray:
+        """Of all segments that have ``name``, in the order of the text; a new first axis."""
+        self._flush()
+        return np.stack([part[name] for part in reversed(self.parts) if name in part])
+
+
+def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: Loss, names) -> xr.Dataset:
+    """Named arrays of a pull-back; NaN where a document has ended."""
+    c, samples, size = model.config, collected.samples, tape.segment
+    B, segments = len(tape.lengths), len(tape.starts)
+    boundaries = size * np.arange(1, segments)
+    continues = tape.lengths[:, None] > boundaries  # a state is handed on to some token
+    begun = tape.lengths[:, None] > size * np.arange(segments)
+    is_token = np.arange(segments * size) < tape.lengths[:, None]
+
+    def at(valid: np.ndarray, x: np.ndarray) -> np.ndarray:
+        return np.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, np.nan)
+
+    def by_sample(name: str, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First order [B, N, L, H, ...], and the samples of the summed loss [R, B, N, L, H, ...]."""
+        x = np.moveaxis(collected.stacked(name), (0, 1, 2, 3), (2, 0, 3, 1))  # N R L B ... -> R B N L ...
+        return at(valid, x[0]), np.stack([at(valid, part) for part in x[1:]]) if samples else x[1:]
+
+    def by_token(name: str, steps: int) -> np.ndarray:
+        """[B, tokens, L, H, steps]"""
+        x = np.moveaxis(collected.stacked(name), (0, 1, 2), (1, 3, 0))  # N L B P H -> B N P L H
+        x = x.reshape(B, segments * size, steps, *x.shape[3:])
+        return at(is_token, np.moveaxis(x, 2, -1))[:, : tape.lengths.max()]
+
+    sigma = at(continues, np.moveaxis(collected.stacked("sigma"), (0, 1, 2), (1, 2, 0)))
+    where = ("document", "boundary", "layer", "head")
+    found: dict[str, tuple] = {
+        "sigma": ((*where, "direction"), sigma),
+        "loss": (("document",), collected.stacked("values").sum(axis=(0, 2), dtype=np.float64) / count),
+        "scored": (("document",), count),
+        "log_decay": (("document", "token", "layer", "head"), by_token("g", 1)[..., 0]),
+    }
+    beta = by_token("beta", c.num_householder)
+    several = c.num_householder > 1
+    dims = ("document", "token", "layer", "head")
+    found["beta"] = ((*dims, "step"), beta) if several else (dims, beta[..., 0])
+    per_token = count.reshape(B, *(1,) * 3)
+    for name, dims, valid in (
+        ("gate", (*where, "direction"), continues),
+        ("head_state", where, continues),
+        ("head_output", ("document", "segment", "layer", "head"), begun),
+    ):
+        first, drawn = by_sample(name, valid)
+        if loss == "kl":
+            first = np.where(np.isnan(first), np.nan, 0.0).astype(first.dtype)
+        found[name] = (dims, first)
+        stem = {"gate": "", "head_state": "head_state_", "head_output": "head_output_"}[name]
+        if samples:
+            n = per_token[..., None] if name == "gate" else per_token
+            fisher = np.mean(np.square(drawn, dtype=np.float64), axis=0) / n
+            found[f"{name}_sample"] = (("sample", *dims), drawn)
+            found[stem + "fisher"] = (dims, fisher.astype(first.dtype))
+            found[stem + "effect"] = (dims, (-first + 0.5 * fisher).astype(first.dtype))
+        else:
+            found[stem + "effect"] = (dims, -first)
+    coords = {
+        "document": list(names) if names is not None else np.arange(B),
+        "boundary": boundaries,
+        "segment": np.arange(segments),
+        "token": np.arange(tape.lengths.max()),
+        "layer": np.arange(len(c.linear_layers)),
+        "model_layer": ("layer", list(c.linear_layers)),
+        "head": np.arange(c.num_value_heads),
+        "direction": np.arange(c.max_rank),
+    }
+    label = "logit_difference" if isinstance(loss, LogitDifference) else loss
+    fisher_note = (
+        f"sampled labels, {samples} a token"
+        if samples
+        else "none: a logit difference has no Fisher part"
+        if isinstance(loss, LogitDifference)
+        else "none: samples = 0"
+    )
+    attrs = {
+        "objective": label,
+        "unit": "logits" if isinstance(loss, LogitDifference) else "nats a scored token",
+        "effect": "-gate + fisher / 2" if samples else "-gate",
+        "fisher": fisher_note,
+        "segment_tokens": size,
+        "samples": samples,
+        "note": GAUGE,
+        "validated": "no: compare with measured ablations before ranking by these numbers",
+    }
+    return xr.Dataset(found, coords, attrs)
+
+
+def tail_gate(maps: xr.Dataset) -> xr.DataArray:
+    """First-order change of the loss when directions beyond the first r are cut, over ``rank`` = 0 .. number of directions.
+
+    Minus the summed gates of the directions cut: the same for every basis of a block of equal singular values.
+    """
+    return -_tail(maps.gate)
+
+
+def tail_fisher(maps: xr.Dataset) -> xr.DataArray:
+    """Fisher information of one gate on all directions beyond the first r: sums within a sample, then squares."""
+    return (_tail(maps.gate_sample) ** 2).mean("sample") / maps.scored
+
+
+def tail_effect(maps: xr.Dataset) -> xr.DataArray:
+    """Estimated change of the loss when directions beyond the first r are cut."""
+    return tail_gate(maps) + (0.5 * tail_fisher(maps) if "gate_sample" in maps else 0.0)
+
+
+def _tail(x: xr.DataArray) -> xr.DataArray:
+    sums = x.isel(direction=slice(None, None, -1)).cumsum("direction", skipna=False).isel(direction=slice(None, None, -1))
+    sums = sums.rename(direction="rank").drop_vars("rank", errors="ignore").pad(rank=(0, 1), constant_values=0)
+    return sums.where(x.isel(direction=0, drop=True).notnull()).assign_coords(rank=np.arange(sums.sizes["rank"]))

@@ -1,0 +1,305 @@
+"""Reverse mode over a segmented run: one segment's activations and the carries of all boundaries, never a document's.
+
+Forward, the recurrent carry (S, conv tails, position) at the start of every segment is kept, and one key/value cache, which
+is only ever appended to: the finished cache serves every segment, since what lies beyond a segment is masked by causality.
+Backward, each segment is run again from its carry and pulled back, the last first; several cotangents (the loss, and its
+Fisher samples) share that run. A ``scan`` over segments would keep a copy of the cache a step.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxdelta.dims import Tokens
+from jaxdelta.interventions import Intervention
+from jaxdelta.models.config import DecoderConfig
+from jaxdelta.models.decoder import Carry, Decoder, states, with_states
+from jaxdelta.nn.attention import AttentionCarry
+from jaxdelta.nn.linear_mixer import LinearCarry, LinearProbe
+from jaxdelta.segments import NonFiniteError, init_carry, rebuilt
+
+
+class Recurrent(NamedTuple):
+    """The part of a carry that is kept for every segment.
+
+    Attributes:
+        S: f32 [L, B, H, K, V], all linear layers.
+        tails: of each linear layer the conv tail, [B, W-1, E].
+        position: Int[B].
+    """
+
+    S: Array
+    tails: tuple[Array, ...]
+    position: Array
+
+
+class Start(NamedTuple):
+    """What is kept of one segment's start.
+
+    Attributes:
+        recurrent: the carry that the segment reads.
+        arriving: S before the intervention at this boundary; None where there was none.
+        memory: of the intervention before this boundary.
+    """
+
+    recurrent: Recurrent
+    arriving: Array | None
+    memory: Any
+
+
+class Tape(NamedTuple):
+    """A recorded run.
+
+    Attributes:
+        starts: one for each segment.
+        caches: of each attention layer the finished key/value cache.
+        tokens: Int[B, count * segment + 1].
+        lengths: Int[B].
+        segment: tokens a segment.
+        intervention: with all that shapes the compiled program settled; None where there is none.
+    """
+
+    starts: list[Start]
+    caches: tuple[AttentionCarry, ...]
+    tokens: np.ndarray
+    lengths: np.ndarray
+    segment: int
+    intervention: Intervention | None
+
+
+class Objective(Protocol):
+    """A function of the final hidden states of a segment; hashable, since it shapes the compiled program."""
+
+    def __call__(
+        self, model: Decoder, hidden: Float[Array, "B T D"], inputs: Any
+    ) -> tuple[Float[Array, "B T"], Float[Array, "R B T D"]]:
+        """A value for each token, and R cotangents of ``hidden``."""
+        ...
+
+
+class Pulled(NamedTuple):
+    """Derivatives of R objectives in one segment; leaves have a leading R.
+
+    Attributes:
+        index: of the segment.
+        values: Float[B T] of the objective.
+        state: Float[R L B H K V], with respect to the S that the segment reads.
+        beta: Float[R L B P H].
+        g: Float[R L B T H].
+        output: Float[R L B H], with respect to a factor on each head's output in this segment.
+        residual: Float[L B T D], of the first objective with respect to what each linear layer adds to the residual stream.
+        inputs: Float[L B T D], what each linear layer reads.
+    """
+
+    index: int
+    values: Array
+    state: Array
+    beta: Array
+    g: Array
+    output: Array
+    residual: Array
+    inputs: Array
+
+
+def record(
+    model: Decoder,
+    tokens: np.ndarray,
+    *,
+    lengths: np.ndarray,
+    segment: int,
+    intervention: Intervention | None = None,
+    on_host: bool = False,
+    after_segment: Callable[[int], None] = lambda index: None,
+) -> Tape:
+    """Run texts [B, N] and keep what reverse mode needs; arguments as in :func:`jaxdelta.segments.run`, checked there.
+
+    ``on_host`` moves the kept states to the host's memory.
+
+    Raises:
+        NonFiniteError: a NaN or an infinity in a state, with its layer, head and boundary.
+    """
+    B, N = tokens.shape
+    count = -(-int(lengths.max()) // segment)
+    tokens = np.pad(tokens.astype(np.int32), ((0, 0), (0, max(0, count * segment + 1 - N))))[:, : count * segment + 1]
+    params = nnx.state(model)
+    recurrent, caches = split(init_carry(model, B, count * segment))
+    memory = None
+    if intervention is not None:
+        intervention, memory = intervention.start(join(model.config, recurrent, caches))
+    starts = []
+    for index in range(count):
+        arriving, before = None, memory
+        if index and intervention is not None:
+            arriving = recurrent.S
+            S, memory = _cut(intervention, model.config, recurrent, caches, memory)
+            recurrent = recurrent._replace(S=S)
+        start = Start(recurrent, arriving, before)
+        starts.append(jax.device_get(start) if on_host else start)
+        if index + 1 < count or caches:  # without attention nothing of the last segment is needed
+            here = tokens[:, index * segment : (index + 1) * segment]
+            recurrent, caches = _advance(model.config, params, recurrent, caches, here, text_of(lengths, index, segment))
+            check_finite(model.config, np.asarray(jnp.isfinite(recurrent.S).all(axis=(-2, -1))), "the state", index)
+        after_segment(index)
+    return Tape(starts, caches, tokens, lengths, segment, intervention)
+
+
+def pull_back(
+    model: Decoder, tape: Tape, objective: Objective, inputs: Callable[[int], Any], *, cotangents: int
+) -> Iterator[Pulled]:
+    """Derivatives of R = ``cotangents`` sums over tokens, segment by segment, the last first.
+
+    ``inputs(index)`` gives the arrays that ``objective`` takes in that segment.
+
+    Raises:
+        NonFiniteError: a NaN or an infinity in a derivative, with its layer, head and boundary.
+    """
+    config, params, R = model.config, nnx.state(model), cotangents
+    like = tape.starts[0].recurrent
+    state = jnp.zeros((R, *like.S.shape), like.S.dtype)
+    tails = tuple(jnp.zeros((R, *t.shape), t.dtype) for t in like.tails)
+    wide = like.S.dtype
+    caches = jax.tree.map(lambda c: jnp.zeros((R, *c.shape), wide), tape.caches)
+    for index in reversed(range(len(tape.starts))):
+        start = tape.starts[index]
+        here = tape.tokens[:, index * tape.segment : (index + 1) * tape.segment]
+        text = text_of(tape.lengths, index, tape.segment)
+        values, layer_inputs, state, tails, caches, probes = _pull_segment(
+            config, objective, params, start.recurrent, tape.caches, here, text, inputs(index), state, tails, caches
+        )
+        check_finite(config, np.asarray(jnp.isfinite(state).all(axis=(0, -2, -1))), "the derivative", index - 1)
+        yield Pulled(index, values, state, *probes, layer_inputs)
+        if start.arriving is not None:
+            state = _pull_cut(tape.intervention, config, start, tape.caches, state)
+
+
+def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> Tape:
+    """The rest of a recorded text from the start of segment ``index``, in X worlds whose states there are ``S``.
+
+    The finished cache serves every world: what lies beyond a segment is masked, and worlds write their own places anew.
+    Only the first start is filled in; :func:`extend` runs the rest.
+
+    Raises:
+        ValueError: the tape holds several texts, or an intervention, whose memory at that boundary is one world's.
+    """
+    if len(tape.lengths) != 1 or tape.intervention is not None:
+        raise ValueError("worlds branch off from one text without an intervention")
+    worlds, at = S.shape[1], tape.starts[index].recurrent
+
+    def repeated(x, axis: int = 0):
+        return jnp.repeat(jnp.asarray(x), worlds, axis=axis)
+
+    recurrent = Recurrent(S, tuple(repeated(t) for t in at.tails), repeated(at.position))
+    return Tape(
+        [Start(recurrent, None, None)],
+        jax.tree.map(repeated, tape.caches),
+        np.repeat(tape.tokens[:, index * tape.segment :], worlds, axis=0),
+        np.repeat(tape.lengths - index * tape.segment, worlds),
+        tape.segment,
+        None,
+    )
+
+
+def extend(model: Decoder, tape: Tape) -> Tape:
+    """A branched tape with the starts of all its segments."""
+    params, starts, caches = nnx.state(model), list(tape.starts), tape.caches
+    for index in range(-(-int(tape.lengths.max()) // tape.segment)):
+        here = tape.tokens[:, index * tape.segment : (index + 1) * tape.segment]
+        text = text_of(tape.lengths, index, tape.segment)
+        recurrent, caches = _advance(model.config, params, starts[-1].recurrent, caches, here, text)
+        starts.append(Start(recurrent, None, None))
+    return tape._replace(starts=starts[:-1], caches=caches)
+
+
+def text_of(lengths: np.ndarray, index: int, segment: int) -> np.ndarray:
+    """How many tokens of a segment are text, for each row."""
+    return np.clip(lengths - index * segment, 0, segment).astype(np.int32)
+
+
+def split(carry: Carry) -> tuple[Recurrent, tuple[AttentionCarry, ...]]:
+    """The recurrent part of a carry, and the key/value caches."""
+    tails = tuple(layer.tail for layer in carry.layers if isinstance(layer, LinearCarry))
+    caches = tuple(layer for layer in carry.layers if isinstance(layer, AttentionCarry))
+    return Recurrent(jnp.stack(states(carry)), tails, carry.position), caches
+
+
+def join(config: DecoderConfig, recurrent: Recurrent, caches: tuple[AttentionCarry, ...]) -> Carry:
+    """The carry of both parts."""
+    linear = iter([LinearCarry(S, tail) for S, tail in zip(recurrent.S, recurrent.tails, strict=True)])
+    attention = iter(caches)
+    layers = tuple(next(linear) if kind == "linear" else next(attention) for kind in config.layer_kinds)
+    return Carry(layers, recurrent.position)
+
+
+def check_finite(config: DecoderConfig, finite: np.ndarray, what: str, boundary: int) -> None:
+    """Raise NonFiniteError where an entry of ``finite``, Bool[L B H], is False."""
+    if not finite.all():
+        layer, row, head = (int(i[0]) for i in np.nonzero(~finite))
+        raise NonFiniteError(
+            f"NaN or infinity in {what} of layer {config.linear_layers[layer]}, head {head}, boundary {boundary}, "
+            f"row {row}; look for broken weights there, or run in float32",
+            row,
+        )
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _advance(config, params, recurrent: Recurrent, caches, tokens: Tokens, length: Int[Array, " B"]):
+    out = rebuilt(config, params)(tokens, join(config, recurrent, caches), length)
+    return split(out.carry)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _cut(intervention, config, recurrent, caches, memory):
+    carry, memory, _ = intervention(join(config, recurrent, caches), memory)
+    return jnp.stack(states(carry)), memory
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _pull_cut(intervention, config, start: Start, caches, state):
+    carry = join(config, start.recurrent, caches)
+
+    def cut(S):
+        return jnp.stack(states(intervention(with_states(carry, list(S)), start.memory)[0]))
+
+    return jax.vmap(jax.vjp(cut, start.arriving)[1])(state)[0]
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(8, 9, 10))
+def _pull_segment(config, objective, params, recurrent, caches, tokens, length, inputs, state, tails, cache_sums):
+    model = rebuilt(config, params)
+    B, T = tokens.shape
+    places = recurrent.position[:, None] + jnp.arange(T)
+    is_text = jnp.arange(T) < length[:, None]
+
+    def written(cache: Array) -> Array:
+        """The places that this segment wrote."""
+        return jnp.take_along_axis(cache, places[..., None, None], axis=1, mode="clip")
+
+    def run(S, tails, caches, probes):
+        out = model(tokens, join(config, Recurrent(S, tails, recurrent.position), caches), length, probes)
+        following, caches = split(out.carry)
+        return (out.hidden, following.S, following.tails, jax.tree.map(written, caches)), out.inputs
+
+    probes = model.probes(B, T)
+    (hidden, *_), pull, layer_inputs = jax.vjp(run, recurrent.S, recurrent.tails, caches, probes, has_aux=True)
+    values, into_hidden = objective(model, hidden, inputs)
+
+    def pulled(into_hidden, state, tails, cache_sums):
+        # Later segments' reads of what this one wrote; what it reads of earlier places is added, in f32 or wider.
+        into_written = jax.tree.map(
+            lambda total, cache: jnp.where(is_text[..., None, None], written(total), 0).astype(cache.dtype),
+            cache_sums,
+            caches,
+        )
+        state, tails, read, probes = pull((into_hidden.astype(hidden.dtype), state, tails, into_written))
+        cache_sums = jax.tree.map(lambda total, new: total + new.astype(total.dtype), cache_sums, read)
+        linear = [p for p in probes if p is not None]
+        return state, tails, cache_sums, LinearProbe(*(jnp.stack(x) for x in zip(*linear, strict=True)))
+
+    *following, probes = jax.vmap(pulled)(into_hidden, state, tails, cache_sums)
+    return values, jnp.stack(layer_inputs), *following, probes._replace(residual=probes.residual[0])
