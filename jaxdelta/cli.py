@@ -28,8 +28,7 @@ def sweep_command(arguments: argparse.Namespace, console: Console) -> None:
     out = arguments.out or Path("results") / f"sweep-{Path(arguments.model).name}"
     model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
     ranks = arguments.ranks or [r for r in DEFAULT_RANKS if r < model.config.max_rank]
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    with _progress(console) as bar:
         task = bar.add_task("running segments (the first compiles)", total=None)
         rows = sweep(
             model,
@@ -47,6 +46,62 @@ def sweep_command(arguments: argparse.Namespace, console: Console) -> None:
     figures = report.write_figure(rows, out)
     names = ", ".join(["rows.csv", "rows.parquet", "manifest.json", *(file.name for file in figures)])
     console.print(f"Written to {escape(str(out))}: {names}", soft_wrap=True, highlight=False)
+
+
+def sensitivity_command(arguments: argparse.Namespace, console: Console) -> None:
+    """Run sensitivities, and on request measured removals, and print what they say."""
+    from jaxdelta.analysis import validation
+    from jaxdelta.analysis.sensitivity import sensitivity_maps
+    from jaxdelta.checkpoints import load
+    from jaxdelta.interventions import Truncate
+    from jaxdelta.report import sensitivity as report
+    from jaxdelta.tasks.documents import embedded_texts, read_texts, tokenize
+
+    texts = read_texts(arguments.documents) if arguments.documents else embedded_texts()
+    if arguments.validate and (arguments.loss != "next_token" or arguments.rank is not None):
+        raise ValueError("--validate measures removals by the next-token loss of the untouched model: no --loss, no --rank")
+    out = arguments.out or Path("results") / f"sensitivity-{Path(arguments.model).name}"
+    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
+    documents = [d.head(arguments.max_tokens) for d in tokenize(texts, model.tokenizer)]
+    with _progress(console) as bar:
+        task = bar.add_task("running segments (the first compiles)", total=None)
+        maps = sensitivity_maps(
+            model,
+            documents,
+            segment=arguments.segment,
+            loss=arguments.loss,
+            samples=arguments.samples,
+            seed=arguments.seed,
+            intervention=None if arguments.rank is None else Truncate(arguments.rank),
+            out=out,
+            name=arguments.model,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+        comparisons, scores = [], []
+        if arguments.validate:
+            task = bar.add_task("measuring removals", total=len(documents))
+            comparisons = validation.compare(
+                model,
+                [d.tokens for d in documents],
+                maps,
+                directions=arguments.directions,
+                dear=arguments.dear,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+            scores = [s for c in comparisons for s in validation.scores(c)]
+    for comparison in comparisons:
+        console.print(report.score_table([s for s in scores if s.kind == comparison.kind], comparison))
+    console.print(report.head_table(maps, trust=report.trust_line(scores)))
+    files = report.write_figures(out, maps, comparisons, scores)
+    if scores:
+        files.append(report.write_scores(scores, out))
+    names = ", ".join(["maps.zarr", "manifest.json", *(file.name for file in files)])
+    console.print(f"Written to {escape(str(out))}: {names}", soft_wrap=True, highlight=False)
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
 
 
 def info_command(arguments: argparse.Namespace, console: Console) -> None:
@@ -93,15 +148,7 @@ def parser() -> argparse.ArgumentParser:
         description="Cut every carried state to r singular directions at each boundary, and print what the model loses.",
     )
     cut.set_defaults(call=sweep_command)
-    cut.add_argument("model", nargs="?", default="control", help=f"{MODEL_HELP}; default: control")
-    cut.add_argument(
-        "--documents",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="plain text, one document a file, or .jsonl, one a line (a string, or an object with a string 'text'); "
-        "default: the embedded held-out documents",
-    )
+    _add_run_arguments(cut, "sweep")
     cut.add_argument(
         "--ranks",
         type=_ranks,
@@ -109,14 +156,6 @@ def parser() -> argparse.ArgumentParser:
         help="directions kept, 1 to min(K, V); the untouched model is always run; "
         f"default: those of {','.join(map(str, DEFAULT_RANKS))} below min(K, V)",
     )
-    cut.add_argument("--segment", type=int, default=256, help="tokens between two boundaries; default: 256")
-    cut.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of parameters and activations; gates, norms and states are float32 in any case; default: float32",
-    )
-    cut.add_argument("--out", type=Path, help="results folder; the same command continues it; default: results/sweep-MODEL")
     cut.add_argument(
         "--copy-gap",
         type=int,
@@ -132,7 +171,34 @@ def parser() -> argparse.ArgumentParser:
     cut.add_argument(
         "--batch", type=int, metavar="ROWS", help="rows (document x rank) run together; default: what fits the memory"
     )
-    cut.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
+
+    maps = commands.add_parser(
+        "sensitivity",
+        help="what the loss would do to every singular direction, write strength, decay and head",
+        description="Derivatives of the loss from one backward pass, estimated effects of removals, and on request how "
+        "far the estimates agree with measured removals.",
+    )
+    maps.set_defaults(call=sensitivity_command)
+    _add_run_arguments(maps, "sensitivity")
+    maps.add_argument("--max-tokens", type=int, metavar="TOKENS", help="use this many leading tokens of each document")
+    maps.add_argument(
+        "--loss",
+        choices=("next_token", "kl"),
+        default="next_token",
+        help="kl: divergence from the untouched model, whose first order is zero; default: next_token",
+    )
+    maps.add_argument("--samples", type=int, default=8, help="labels drawn for the Fisher part; default: 8")
+    maps.add_argument("--seed", type=int, default=0, help="of the labels; default: 0")
+    maps.add_argument("--rank", type=int, help="cut every state to this rank at every boundary, and derive through the cut")
+    maps.add_argument("--validate", action="store_true", help="measure removals on the same tokens")
+    maps.add_argument(
+        "--directions", type=int, default=128, help="directions measured, drawn at random; 0: all; default: 128"
+    )
+    maps.add_argument(
+        "--dear",
+        action="store_true",
+        help="with --validate: also Gauss-Newton, exact local effects and integrated gradients, for directions",
+    )
 
     info = commands.add_parser(
         "info",
@@ -145,6 +211,29 @@ def parser() -> argparse.ArgumentParser:
     info.add_argument("--max-length", type=int, default=16384, help="tokens of the longest text; default: 16384")
     info.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
     return top
+
+
+def _add_run_arguments(command: argparse.ArgumentParser, name: str) -> None:
+    """What every command that runs a model over documents takes."""
+    command.add_argument("model", nargs="?", default="control", help=f"{MODEL_HELP}; default: control")
+    command.add_argument(
+        "--documents",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="plain text, one document a file, or .jsonl, one a line (a string, or an object with a string 'text'); "
+        "default: the embedded held-out documents",
+    )
+    command.add_argument("--segment", type=int, default=256, help="tokens between two boundaries; default: 256")
+    command.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of parameters and activations; gates, norms and states are float32 in any case; default: float32",
+    )
+    out = f"results folder; the same command continues it; default: results/{name}-MODEL"
+    command.add_argument("--out", type=Path, help=out)
+    command.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
 
 
 def _ranks(text: str) -> list[int]:

@@ -60,6 +60,67 @@ def run_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: i
     )
 
 
+def reverse_fits(config: DecoderConfig, *, dtype: str, segment: int, max_length: int, cotangents: int) -> bool:
+    """Whether reverse mode over one text must keep its boundaries' states in the host's memory to fit the device.
+
+    Raises:
+        MemoryError: it does not fit even so; says what is needed and which setting would fit.
+    """
+    limit = int(SHARE * device_memory())
+    kept, rest = reverse_memory(config, dtype=dtype, segment=segment, max_length=max_length, cotangents=cotangents)
+    if kept + rest <= limit:
+        return False
+    on_host = jax.default_backend() != "cpu"  # a CPU's memory is the host's
+    if on_host and rest <= limit:
+        return True
+
+    def needed(segment: int, length: int, cotangents: int) -> int:
+        parts = reverse_memory(config, dtype=dtype, segment=segment, max_length=length, cotangents=cotangents)
+        return parts[1] + (0 if on_host else parts[0])
+
+    for setting, size in (
+        ("samples = 0", needed(segment, max_length, 1)),
+        (f"segments of {segment // 2} tokens", needed(max(1, segment // 2), max_length, cotangents)),
+        (f"documents of {max_length // 2} tokens", needed(segment, max_length // 2, cotangents)),
+        (f"documents of {max_length // 2} tokens and samples = 0", needed(segment, max_length // 2, 1)),
+    ):
+        if size <= limit:
+            advice = f"{setting} would need {gib(size)}"
+            break
+    else:
+        advice = "take shorter documents, shorter segments or dtype bfloat16"
+    raise MemoryError(
+        f"reverse mode over {max_length:,} tokens needs about {gib(needed(segment, max_length, cotangents))}, "
+        f"{gib(limit)} may be used: {advice}"
+    )
+
+
+def reverse_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: int, cotangents: int) -> tuple[int, int]:
+    """Bytes of reverse mode over one text: of the boundaries' carries, and of everything else at its peak.
+
+    Everything else: parameters, key/value cache with the sum of its cotangents, one segment's activations, one layer's
+    cotangents, and blocks of logits. Does not depend on the number of segments but through the cache.
+    """
+    run = run_memory(config, dtype=dtype, segment=segment, max_length=max_length)
+    c, size = config, jnp.dtype(dtype).itemsize
+    H, K, V, C = c.num_value_heads, c.key_dim, c.value_dim, 64 * c.num_householder
+    linear, attention = len(c.linear_layers), c.num_layers - len(c.linear_layers)
+    states = linear * H * K * V * 4
+    tails = linear * (c.conv_width - 1) * c.conv_channels * size
+    cache = run.row_carry - 3 * states - tails
+    stream = size * (6 * c.width + 4 * c.mlp_width)
+    mixer = size * (3 * c.conv_channels + 6 * H * V) + 4 * (
+        2 * c.conv_channels + 6 * H * (K + V) + 8 * H * C + H * K * V // 16
+    )
+    scores = 4 * c.num_query_heads * max_length if attention else 0  # softmax of a block of queries, kept by its checkpoint
+    token = linear * (stream + mixer) + attention * (stream + size * 12 * c.width) + cotangents * 2 * (stream + mixer)
+    count = -(-max_length // segment)
+    kept = count * (states + tails)
+    wide_cache = cache * 4 // size
+    rest = run.parameters + cache + (1 + 2 * cotangents) * wide_cache + segment * token + min(segment, 512) * scores * 3
+    return kept, rest + 3 * run.logits + 3 * cotangents * states
+
+
 def rows_that_fit(memory: RunMemory, rows: int) -> int:
     """Rows of a batch, at most ``rows``: as few batches as fit the device, of about equal size.
 

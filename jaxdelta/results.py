@@ -8,12 +8,15 @@ an uninterrupted one.
     manifest.json     configuration, versions, device, commit, checksums, plan of the parts
     parts/0003.parquet
     rows.parquet, rows.csv
+
+Labelled arrays are parts of the same kind, ``parts/0003.zarr``, put together as ``maps.zarr``.
 """
 
 import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -24,6 +27,7 @@ import jax
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
+import xarray as xr
 
 PACKAGES = ("jaxdelta", "jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
 
@@ -82,15 +86,46 @@ class Results:
         """Keep a finished part."""
         self._write(self._part_file(index), lambda file: pa_parquet.write_table(rows, file))
 
+    def dataset(self, index: int) -> xr.Dataset | None:
+        """A finished part of labelled arrays, in memory; None where it is still to do.
+
+        Raises:
+            ResultsError: the part cannot be read.
+        """
+        folder = self.folder / "parts" / f"{index:04d}.zarr"
+        if not folder.exists():
+            return None
+        try:
+            with xr.open_zarr(folder, consolidated=False) as stored:
+                return stored.load()
+        except (ValueError, KeyError, OSError) as error:
+            raise ResultsError(
+                f"{folder} cannot be read ({error}); remove it, and the same command makes it anew"
+            ) from None
+
+    def write_dataset(self, name: str | int, data: xr.Dataset) -> None:
+        """Keep a finished part of labelled arrays, or, under a name, the whole of them."""
+        folder = self.folder / (f"{name}.zarr" if isinstance(name, str) else f"parts/{name:04d}.zarr")
+
+        def write(unfinished: str) -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            data.to_zarr(unfinished, mode="w", consolidated=False, zarr_format=3)
+
+        self._write(folder, write)
+
+    def finished(self) -> None:
+        """Note that all parts are done."""
+        self._remove_leftovers()
+        if "finished" not in self.manifest:
+            self.manifest["finished"] = _now()
+            self._write_manifest()
+
     def finish(self, count: int) -> pa.Table:
         """Put parts 0 .. count - 1 together as rows.parquet and rows.csv."""
         rows = pa.concat_tables([self.part(index) for index in range(count)])
         self._write(self.folder / "rows.parquet", lambda file: pa_parquet.write_table(rows, file))
         self._write(self.folder / "rows.csv", lambda file: pa_csv.write_csv(rows, file))
-        self._remove_leftovers()
-        if "finished" not in self.manifest:
-            self.manifest["finished"] = _now()
-            self._write_manifest()
+        self.finished()
         return rows
 
     def _remove_leftovers(self) -> None:
@@ -99,7 +134,7 @@ class Results:
             try:
                 os.kill(int(file.name.split(".")[-2]), 0)
             except (ProcessLookupError, ValueError):
-                file.unlink(missing_ok=True)
+                shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
             except PermissionError:
                 pass  # a live process of somebody else
 
@@ -122,7 +157,7 @@ class Results:
     def _refuse_foreign_files(self) -> None:
         """A folder without a manifest must be empty, but for what a run killed at its very start leaves."""
         others = [p.name for p in self.folder.iterdir() if p.name != "parts" and not p.name.endswith(".partial")]
-        if others or any(p.suffix == ".parquet" for p in (self.folder / "parts").iterdir()):
+        if others or any(p.suffix in (".parquet", ".zarr") for p in (self.folder / "parts").iterdir()):
             raise ResultsError(f"{self.folder} is not empty and has no manifest.json; choose another folder")
 
     def _write_manifest(self) -> None:

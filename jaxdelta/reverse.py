@@ -114,12 +114,13 @@ def record(
     lengths: np.ndarray,
     segment: int,
     intervention: Intervention | None = None,
+    max_length: int | None = None,
     on_host: bool = False,
     after_segment: Callable[[int], None] = lambda index: None,
 ) -> Tape:
-    """Run texts [B, N] and keep what reverse mode needs; arguments as in :func:`jaxdelta.segments.run`, checked there.
+    """Run texts [B, N] and keep what reverse mode needs; arguments as in :func:`jaxdelta.segments.run`.
 
-    ``on_host`` moves the kept states to the host's memory.
+    ``on_host`` moves the kept states to the host's memory. Texts of one ``max_length`` share a compiled program.
 
     Raises:
         NonFiniteError: a NaN or an infinity in a state, with its layer, head and boundary.
@@ -128,7 +129,7 @@ def record(
     count = -(-int(lengths.max()) // segment)
     tokens = np.pad(tokens.astype(np.int32), ((0, 0), (0, max(0, count * segment + 1 - N))))[:, : count * segment + 1]
     params = nnx.state(model)
-    recurrent, caches = split(init_carry(model, B, count * segment))
+    recurrent, caches = split(init_carry(model, B, max(max_length or 0, count * segment)))
     memory = None
     if intervention is not None:
         intervention, memory = intervention.start(join(model.config, recurrent, caches))

@@ -21,7 +21,7 @@ gates of heads, Michel, Levy, Neubig, arXiv 1905.10650; Fisher masks, Kwon et al
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,12 +30,16 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Array, Float
 
+from jaxdelta.checkpoints import parameters_sha256
 from jaxdelta.dims import HIGHEST, Matrices, Tokens
 from jaxdelta.interventions import Intervention
+from jaxdelta.memory import reverse_fits
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.low_rank import left_directions
+from jaxdelta.results import Results
 from jaxdelta.reverse import Pulled, Tape, pull_back, record
-from jaxdelta.segments import check_tokens, chosen_logits, log_normalizer, over_words
+from jaxdelta.segments import NonFiniteError, check_tokens, chosen_logits, log_normalizer, over_words
+from jaxdelta.tasks.documents import Document
 
 GAUGE = (
     "gates of single directions inside a block of equal singular values depend on the basis; use tail_gate, tail_fisher. "
@@ -109,6 +113,7 @@ def sensitivity(
     samples: int = 8,
     seed: int = 0,
     intervention: Intervention | None = None,
+    max_length: int | None = None,
     on_host: bool = False,
     names: Sequence[str] | None = None,
     after_segment: Callable[[int], None] = lambda index: None,
@@ -125,6 +130,7 @@ def sensitivity(
         samples: labels drawn for the Fisher part; 0 leaves it out, and effects are of first order.
         seed: of the labels.
         intervention: at every boundary; derivatives go through it, the exact one of a truncation among them.
+        max_length: places of the key/value cache; calls with the same share a compiled program.
         on_host: keep the boundaries' states in the host's memory.
         names: of the documents.
         after_segment: called with the segments done so far, of 2 N, for progress.
@@ -153,6 +159,7 @@ def sensitivity(
         lengths=lengths,
         segment=segment,
         intervention=intervention,
+        max_length=max_length,
         on_host=on_host,
         after_segment=after_segment,
     )
@@ -162,6 +169,79 @@ def sensitivity(
         collected.add(pulled)
         after_segment(2 * len(tape.starts) - 1 - pulled.index)
     return _dataset(model, tape, collected, scored.sum(axis=1), loss, names)
+
+
+def sensitivity_maps(
+    model: Decoder,
+    documents: Sequence[Document],
+    *,
+    segment: int = 256,
+    loss: Literal["next_token", "kl"] = "next_token",
+    samples: int = 8,
+    seed: int = 0,
+    intervention: Intervention | None = None,
+    out: Path | str | None = None,
+    name: str = "model",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> xr.Dataset:
+    """:func:`sensitivity` of documents one after the other, kept in a results folder and continued from there.
+
+    A document alone needs the least memory.
+
+    Raises:
+        ValueError, NonFiniteError: see :func:`sensitivity`; the latter names the document.
+        MemoryError: not even one document fits; says what would.
+        ResultsError: ``out`` cannot be used.
+    """
+    longest = max(len(d.tokens) for d in documents)
+    on_host = reverse_fits(
+        model.config, dtype=model.dtype.name, segment=segment, max_length=longest, cotangents=1 + samples
+    )
+    configuration = dict(
+        analysis="sensitivity",
+        model=name,
+        dtype=model.dtype.name,
+        revision=model.origin.revision if model.origin else None,
+        parameters=parameters_sha256(model) if out is not None else None,
+        documents=[[d.name, d.sha256()] for d in documents],
+        segment=segment,
+        loss=loss,
+        samples=samples,
+        seed=seed,
+        intervention=None if intervention is None else repr(intervention),
+    )
+    results = None if out is None else Results(Path(out), configuration, {})
+    counts = [-(-len(d.tokens) // segment) for d in documents]
+    done, found = 0, []
+    for index, document in enumerate(documents):
+        maps = None if results is None else results.dataset(index)
+        if maps is None:
+            try:
+                maps = sensitivity(
+                    model,
+                    [document.tokens],
+                    segment,
+                    loss=loss,
+                    samples=samples,
+                    seed=seed,
+                    intervention=intervention,
+                    max_length=max(counts) * segment,
+                    on_host=on_host,
+                    names=[document.name],
+                    after_segment=lambda i, done=done: progress(done + i + 1, 2 * sum(counts)),
+                )
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{document.name}: {error}", 0) from None
+            if results is not None:
+                results.write_dataset(index, maps)
+        done += 2 * counts[index]
+        progress(done, 2 * sum(counts))
+        found.append(maps)
+    whole = xr.concat(found, "document", join="outer", data_vars="minimal", coords="minimal", compat="override")
+    if results is not None:
+        results.write_dataset("maps", whole)
+        results.finished()
+    return whole
 
 
 def as_batch(model: Decoder, tokens, scored, segment: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -255,7 +335,7 @@ def _expected_and_sampled(
     return mean.reshape(B, T, D), labels.reshape(uniforms.shape)
 
 
-@partial(jax.jit)
+@jax.jit
 def gates(S: Matrices, G: Float[Array, "R *batch K V"]) -> tuple[Float[Array, "*batch D"], Float[Array, "R *batch D"]]:
     """sigma of each direction of S, descending, and for each cotangent G the derivative for a gate on that direction."""
     transposed = S.shape[-2] > S.shape[-1]

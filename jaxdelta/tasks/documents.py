@@ -24,6 +24,10 @@ class Document:
     name: str
     tokens: np.ndarray
 
+    def head(self, count: int | None) -> "Document":
+        """The first ``count`` tokens; all where None."""
+        return self if count is None else Document(self.name, self.tokens[: max(0, count)])
+
     def sha256(self) -> str:
         """Checksum of the token ids."""
         return hashlib.sha256(np.ascontiguousarray(self.tokens, np.int32).tobytes()).hexdigest()
