@@ -147,7 +147,6 @@ def rank_figure(maps: xr.Dataset) -> Figure:
             axes.plot(by_layer["rank"], by_layer.isel(layer=i), style, color=colour, label=name)
         axes.plot([], [], style, color="0.3", label=label)
     axes.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-    axes.set_yscale("symlog", linthresh=1e-5)
     axes.set_xlabel("directions kept at one boundary")
     axes.set_ylabel("estimated rise of the loss (nats a token)")
     axes.legend(frameon=False, fontsize=7, ncols=2)
@@ -170,16 +169,19 @@ def validation_figure(comparisons: Sequence[Comparison], scores: Sequence[Score]
                 largest = max(largest, np.abs(predicted).max())
                 label = f"{estimator} (Spearman {rho:.2f})"
                 axes.scatter(measured, predicted, s=14, marker=marker, color=colour, label=label, alpha=0.7)
-        threshold = max(largest * 1e-3, 1e-9)
-        for scale, limits in ((axes.set_xscale, axes.set_xlim), (axes.set_yscale, axes.set_ylim)):
-            scale("symlog", linthresh=threshold)
+        threshold = 10.0 ** (np.floor(np.log10(max(largest, 1e-6))) - 3)
+        ticks = [sign * threshold * 10**i for sign in (-1, 1) for i in (1, 3)]
+        axes.set_xscale("symlog", linthresh=threshold)
+        axes.set_yscale("symlog", linthresh=threshold)
+        for axis, limits in ((axes.xaxis, axes.set_xlim), (axes.yaxis, axes.set_ylim)):
+            axis.set_ticks([*ticks, 0])
             limits(-1.5 * largest, 1.5 * largest)
-        axes.axline((0, 0), slope=1, color="0.7", linewidth=0.8, zorder=0)
+        limit = 1.5 * largest
+        axes.plot([-limit, 0, limit], [-limit, 0, limit], color="0.7", linewidth=0.8, zorder=0)
         axes.set_title(KINDS[comparison.kind], fontsize=9)
         axes.set_xlabel("measured rise of the loss (nats a token)", fontsize=8)
         axes.set_ylabel("predicted", fontsize=8)
         axes.tick_params(labelsize=7)
-        axes.locator_params(axis="both", numticks=7)
         axes.legend(frameon=False, fontsize=7, loc="upper left")
     return figure
 
