@@ -59,6 +59,8 @@ def config_from_json(raw: dict[str, Any]) -> DeltaLMConfig:
             max_position=field(raw, "max_position_embeddings", 2048),
             **_linear_sizes(raw, family, width, heads),
         )
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
 
@@ -87,7 +89,7 @@ def _linear_sizes(raw: dict[str, Any], family: str, width: int, heads: int) -> d
     )
     if family == "gated_deltanet":
         activation = raw.get("output_gate_activation", "swish")
-        if activation not in GATES:
+        if not isinstance(activation, str) or activation not in GATES:
             raise CheckpointError(f"config.json has output_gate_activation = {activation!r}; expected {', '.join(GATES)}")
         value_heads = heads if raw.get("num_v_heads") is None else field(raw, "num_v_heads")
         return sizes | dict(
@@ -236,10 +238,12 @@ def _attention(raw: dict[str, Any], width: int, layers: int) -> dict[int, Attent
                 window=None if spec.get("window_size") is None else field(spec, "window_size"),
                 bias=_flag(spec, "qkv_bias", False),
             )
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise CheckpointError(f"config.json, attn: {error}") from None
         for layer in spec["layers"]:
-            if not isinstance(layer, int) or layer in found or not 0 <= layer < layers:
+            if not isinstance(layer, int) or isinstance(layer, bool) or layer in found or not 0 <= layer < layers:
                 raise CheckpointError(
                     f"config.json has attn.layers = {spec['layers']!r}; expected different layers from 0 to {layers - 1}"
                 )
