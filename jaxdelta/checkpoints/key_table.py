@@ -79,7 +79,7 @@ def tied_embeddings(text: dict[str, Any], raw: dict[str, Any]) -> bool:
 def fraction(part: int, whole: int) -> float:
     """A fraction from which ``int(whole * fraction)``, as readers compute it, gives the part."""
     fraction = part / whole
-    return fraction if int(whole * fraction) == part else math.nextafter(fraction, 1)
+    return fraction if int(whole * fraction) == part else math.nextafter(fraction, math.inf)
 
 
 def require(fields: dict[str, Any], name: str, expected: Any, *, default: Any) -> None:
