@@ -112,12 +112,13 @@ def info_command(arguments: argparse.Namespace, console: Console) -> None:
     info = inspect(arguments.model, revision=arguments.revision)
     c = info.config
     linear, attention = len(c.linear_layers), c.num_layers - len(c.linear_layers)
+    writes = f", {c.num_householder} writes a token" if c.num_householder > 1 else ""
     ignored = ", ".join(f"{len(names)} of {group}" for group, names in info.ignored.items()) or "none"
     stored = ", ".join(f"{count} in {kind}" for kind, count in info.stored_dtypes.items())
     about = {
         "folder": str(info.folder) + (f" (revision {info.revision})" if info.revision else ""),
-        "architecture": f"Qwen3.5 text model, {c.num_layers} layers: {linear} Gated DeltaNet, {attention} attention",
-        "states": f"{linear} layers x {c.num_value_heads} heads of {c.key_dim} x {c.value_dim} (K x V)",
+        "architecture": f"{c.title}, {c.num_layers} layers: {linear} {c.linear_title}, {attention} attention",
+        "states": f"{linear} layers x {c.num_value_heads} heads of {c.key_dim} x {c.value_dim} (K x V){writes}",
         "width, MLP, vocabulary": f"{c.width}, {c.mlp_width}, {c.vocab_size} ({'tied' if c.tied else 'untied'} head)",
         "parameters": f"{info.num_parameters:,} in {info.num_tensors} tensors: {stored}",
         "ignored tensors": ignored,

@@ -50,7 +50,7 @@ def run_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: i
     c, size = config, jnp.dtype(dtype).itemsize
     states = len(c.linear_layers) * c.num_value_heads * c.key_dim * c.value_dim * 4
     mlp = segment * (3 * c.mlp_width + 2 * c.width) * size
-    mixer = segment * (2 * c.conv_channels * size + 4 * (c.conv_channels + 6 * 64 * c.num_value_heads))
+    mixer = segment * (2 * c.conv_channels * size + 4 * (c.conv_channels + 6 * 64 * c.num_householder * c.num_value_heads))
     attention = 8 * min(segment, 512) * c.num_query_heads * max_length if "attention" in c.layer_kinds else 0
     return RunMemory(
         parameters=_bytes(nnx.state(model)),

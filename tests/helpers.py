@@ -87,6 +87,23 @@ def delta_rule(q, k, v, *, g, beta, state=None, scale=None) -> tuple[np.ndarray,
     return o, S
 
 
+def delta_product(q, k, v, *, beta, num_householder, g=None, state=None, scale=None) -> tuple[np.ndarray, np.ndarray]:
+    """Each token: S <- exp(g) S, then n_h times S <- S + beta k (v - S^T k)^T, then o = scale S^T q; in f64."""
+    q, k, v, beta = (np.asarray(x, np.float64) for x in (q, k, v, beta))
+    B, T, H, K = q.shape
+    V, n = v.shape[-1], num_householder
+    decay = np.ones((B, T, H)) if g is None else np.exp(np.asarray(g, np.float64))
+    scale = 1 / np.sqrt(K) if scale is None else scale
+    S = np.zeros((B, H, K, V)) if state is None else np.array(state, np.float64)
+    o = np.zeros((B, T, H, V))
+    for b, t, h in np.ndindex(B, T, H):
+        S[b, h] *= decay[b, t, h]
+        for i in range(t * n, (t + 1) * n):
+            S[b, h] += beta[b, i, h] * np.outer(k[b, i, h], v[b, i, h] - k[b, i, h] @ S[b, h])
+        o[b, t, h] = scale * q[b, t, h] @ S[b, h]
+    return o, S
+
+
 def matrices_of_spectrum(seed: int, sigma, K: int, V: int, batch: tuple[int, ...] = ()) -> np.ndarray:
     """K x V matrices with singular values ``sigma`` (any number up to min(K, V)) and random singular vectors, in f64."""
     sigma = np.asarray(sigma, np.float64)

@@ -6,11 +6,12 @@ stacked on loading. Options that change how fla computes but not what (fused ker
 """
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from jaxdelta.checkpoints.files import CheckpointError
 from jaxdelta.checkpoints.key_table import Entry, field, fraction, ignored_names, match, real, require, tied_embeddings
-from jaxdelta.models.config import FAMILIES, AttentionSizes, DeltaLMConfig
+from jaxdelta.models.config import CHOICES, FAMILIES, AttentionSizes, DeltaLMConfig
 
 MODEL_TYPES = FAMILIES
 ARCHITECTURES = {
@@ -23,7 +24,7 @@ IGNORED = {
     # The first release made one a step and used the first alone.
     "unused query convolutions": re.compile(r"^model\.layers\.\d+\.attn\.q_conv1ds\.[1-9]\d*\.weight$"),
 }
-GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # fla's default last of its synonyms, so it is written
 # Where the first release of DeltaProduct kept a list of tensors, one a step (one alone for queries).
 LISTS = {f"{x}_proj.weight": f"{x}_projs.{{}}.weight" for x in "kvb"} | {
     f"{x}_conv1d.weight": f"{x}_conv1ds.{{}}.weight" for x in "qkv"
@@ -59,6 +60,8 @@ def config_from_json(raw: dict[str, Any]) -> DeltaLMConfig:
             max_position=field(raw, "max_position_embeddings", 2048),
             **_linear_sizes(raw, family, width, heads),
         )
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
 
@@ -75,8 +78,8 @@ def _linear_sizes(raw: dict[str, Any], family: str, width: int, heads: int) -> d
             write_gate=_flag(raw, "use_beta", True),
             forget_gate=False,
             output_gate="silu" if gated else None,
-            qk_activation=raw.get("qk_activation", "silu"),
-            qk_norm=raw.get("qk_norm", "l2"),
+            qk_activation=_choice(raw, "qk_activation", "silu", CHOICES["qk_activation"]),
+            qk_norm=_choice(raw, "qk_norm", "l2", CHOICES["qk_norm"]),
         )
     key_dim = field(raw, "head_dim", 256)
     sizes = dict(
@@ -86,9 +89,7 @@ def _linear_sizes(raw: dict[str, Any], family: str, width: int, heads: int) -> d
         value_dim=_whole(key_dim * real(raw, "expand_v", 2.0), "head_dim * expand_v"),
     )
     if family == "gated_deltanet":
-        activation = raw.get("output_gate_activation", "swish")
-        if activation not in GATES:
-            raise CheckpointError(f"config.json has output_gate_activation = {activation!r}; expected {', '.join(GATES)}")
+        activation = _choice(raw, "output_gate_activation", "swish", GATES)
         value_heads = heads if raw.get("num_v_heads") is None else field(raw, "num_v_heads")
         return sizes | dict(
             num_value_heads=value_heads,
@@ -236,10 +237,12 @@ def _attention(raw: dict[str, Any], width: int, layers: int) -> dict[int, Attent
                 window=None if spec.get("window_size") is None else field(spec, "window_size"),
                 bias=_flag(spec, "qkv_bias", False),
             )
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise CheckpointError(f"config.json, attn: {error}") from None
         for layer in spec["layers"]:
-            if not isinstance(layer, int) or layer in found or not 0 <= layer < layers:
+            if not isinstance(layer, int) or isinstance(layer, bool) or layer in found or not 0 <= layer < layers:
                 raise CheckpointError(
                     f"config.json has attn.layers = {spec['layers']!r}; expected different layers from 0 to {layers - 1}"
                 )
@@ -276,6 +279,13 @@ def _flag(fields: dict[str, Any], name: str, default: bool) -> bool:
     value = fields.get(name, default)
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json has {name} = {value!r}; expected true or false")
+    return value
+
+
+def _choice(fields: dict[str, Any], name: str, default: str, values: Collection[str]) -> str:
+    value = fields.get(name, default)
+    if not isinstance(value, str) or value not in values:
+        raise CheckpointError(f"config.json has {name} = {value!r}; expected {', '.join(values)}")
     return value
 
 

@@ -55,16 +55,16 @@ def some(names: list[str]) -> str:
 def field(fields: dict[str, Any], name: str, default: int | None = None) -> int:
     """A whole number of ``config.json``."""
     value = fields.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise CheckpointError(f"config.json has {name} = {value!r}; expected a whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**31:
+        raise CheckpointError(f"config.json has {name} = {value!r}; expected a whole number below 2^31")
     return value
 
 
 def real(fields: dict[str, Any], name: str, default: float | None = None) -> float:
     """A positive number of ``config.json``."""
     value = fields.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise CheckpointError(f"config.json has {name} = {value!r}; expected a positive number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+        raise CheckpointError(f"config.json has {name} = {value!r}; expected a positive number below 1e30")
     return float(value)
 
 
@@ -79,7 +79,7 @@ def tied_embeddings(text: dict[str, Any], raw: dict[str, Any]) -> bool:
 def fraction(part: int, whole: int) -> float:
     """A fraction from which ``int(whole * fraction)``, as readers compute it, gives the part."""
     fraction = part / whole
-    return fraction if int(whole * fraction) == part else math.nextafter(fraction, 1)
+    return fraction if int(whole * fraction) == part else math.nextafter(fraction, math.inf)
 
 
 def require(fields: dict[str, Any], name: str, expected: Any, *, default: Any) -> None:

@@ -72,6 +72,8 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
             tied=tied_embeddings(text, raw),
             max_position=field(text, "max_position_embeddings", 32768),
         )
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
 

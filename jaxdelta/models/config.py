@@ -6,6 +6,7 @@ from typing import Literal, get_args
 LayerKind = Literal["linear", "attention"]
 Family = Literal["delta_net", "gated_deltanet", "gated_deltaproduct"]
 FAMILIES = get_args(Family)
+TITLES = {"delta_net": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "gated_deltaproduct": "Gated DeltaProduct"}
 # What a family cannot choose: field, family, value.
 FIXED = (
     ("num_householder", "delta_net", 1),
@@ -19,6 +20,12 @@ FIXED = (
     ("qk_norm", "gated_deltanet", "l2"),
     ("qk_norm", "gated_deltaproduct", "l2"),
 )
+CHOICES = {
+    "family": FAMILIES,
+    "output_gate": (None, "silu", "sigmoid"),
+    "qk_activation": ("silu", "relu", "elu", "identity"),
+    "qk_norm": ("l2", "sum"),
+}
 
 
 class DecoderConfig:
@@ -38,6 +45,16 @@ class DecoderConfig:
     tied: bool
     max_position: int
     num_householder: int = 1
+
+    @property
+    def title(self) -> str:
+        """What people call the model."""
+        raise NotImplementedError
+
+    @property
+    def linear_title(self) -> str:
+        """What people call its linear layers."""
+        raise NotImplementedError
 
     @property
     def num_layers(self) -> int:
@@ -113,6 +130,9 @@ class Qwen3_5Config(DecoderConfig):
     norm_eps: float = 1e-6
     tied: bool = True
     max_position: int = 32768
+
+    title = "Qwen3.5 text model"
+    linear_title = "Gated DeltaNet"
 
     def __post_init__(self):
         self._check_sizes("rotary_dim")
@@ -229,13 +249,22 @@ class DeltaLMConfig(DecoderConfig):
 
     def __post_init__(self):
         self._check_sizes()
-        if self.family not in FAMILIES:
-            raise ValueError(f"family is {self.family!r}; expected one of {', '.join(FAMILIES)}")
+        for field, values in CHOICES.items():
+            if getattr(self, field) not in values:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; expected one of {', '.join(map(str, values))}")
         if len(self.attention) != self.layer_kinds.count("attention"):
             raise ValueError(f"{len(self.attention)} sizes for {self.layer_kinds.count('attention')} attention layers")
         for field, family, value in FIXED:
             if family == self.family and getattr(self, field) != value:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; {family} models always have {value!r}")
+
+    @property
+    def title(self) -> str:
+        return f"{self.linear_title} model of flash-linear-attention"
+
+    @property
+    def linear_title(self) -> str:
+        return TITLES[self.family]
 
     @property
     def num_query_heads(self) -> int:

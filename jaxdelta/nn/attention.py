@@ -163,7 +163,8 @@ def _attend_block(q: Array, keys: Array, values: Array, positions: Array, window
     product = partial(jnp.einsum, preferred_element_type=wide, precision=precision)
     # Axes stay in the order that the products give: the scores are the largest array and are never transposed.
     scores = product("btgad,bsgd->bgtas", q.reshape(B, T, G, A // G, d), keys) * d**-0.5
-    age = positions[:, :, None] - jnp.arange(M)
+    # Padding may lie beyond the cache, where a window would hold nothing, and a softmax of nothing is NaN.
+    age = jnp.minimum(positions, M - 1)[:, :, None] - jnp.arange(M)
     read = age >= 0 if window is None else (age >= 0) & (age < window)
     visible = jnp.where(read, 0.0, -jnp.inf).astype(wide)
     weights = jax.nn.softmax(scores + visible[:, None, :, None], axis=-1).astype(values.dtype)

@@ -38,7 +38,7 @@ def gated_delta_product(
         o, [B, T, H, V], and the state after the last token, in f32 or wider.
 
     Raises:
-        ValueError: ``num_householder`` is below 1, or k, v or beta do not have T * num_householder entries.
+        ValueError: ``num_householder`` is below 1, k, v or beta do not have T * num_householder entries, or g not T.
     """
     g = _decay_of_steps(q, k, v, beta, g, num_householder)
     steps = jnp.zeros((*k.shape[:3], q.shape[-1]), q.dtype).at[:, num_householder - 1 :: num_householder].set(q)
@@ -76,6 +76,8 @@ def _decay_of_steps(q, k, v, beta, g, n: int):
     for name, x in (("k", k), ("v", v), ("beta", beta)):
         if x.shape[1] != T * n:
             raise ValueError(f"{name} has {x.shape[1]} steps; expected {T} tokens x {n} = {T * n}")
+    if g is not None and g.shape[1] != T:  # one entry would be broadcast to all tokens
+        raise ValueError(f"g has {g.shape[1]} entries; expected one for each of {T} tokens")
     if g is None:
         return jnp.zeros((B, T * n, H), beta.dtype)
     if n == 1:
