@@ -121,22 +121,23 @@ def generate_models(folder: Path):
         model = transformers.AutoModelForCausalLM.from_config(config)
         randomise(model, seed)
         model.save_pretrained(folder / name)
-        save_run(folder / name, case)
+        save_run(folder / name, case, case.splits)
         for parameter_name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(DTYPE_OF_STORED.get(parameter_name.rsplit(".")[-1], torch.bfloat16))
         model.save_pretrained(folder / f"{name}, bf16")
 
 
 def run_saved(folder: Path):
+    """The first segment of each, with what stands beside it."""
     for name, case in MODELS.items():
-        save_run(folder / name, case._replace(splits=case.splits[:1]))
+        save_run(folder / name, case, case.splits[:1])
 
 
-def save_run(folder: Path, case):
+def save_run(folder: Path, case, splits):
     """Logits and the carried arrays of every layer after every segment, beside the checkpoint."""
     tokens, mask = model_inputs(case)
     arrays = {}
-    for i, (logits, snapshots) in enumerate(Reference(folder).segments(tokens, case.splits, mask)):
+    for i, (logits, snapshots) in enumerate(Reference(folder).segments(tokens, splits, mask)):
         arrays[f"{i} logits"] = logits
         for j, (first, second) in enumerate(snapshots):
             arrays |= {f"{i} layer {j} first": first, f"{i} layer {j} second": second}
