@@ -148,7 +148,9 @@ def config_to_json(config: DeltaLMConfig, raw: dict[str, Any] | None = None) -> 
     else:
         known |= {"head_dim": c.key_dim, "expand_v": fraction(c.value_dim, c.key_dim)}
     if c.family == "gated_deltanet":
-        gate = {v: k for k, v in GATES.items()}.get(c.output_gate, "swish")
+        gate = (raw or {}).get("output_gate_activation", "swish")  # kept where it says the same in another word
+        if c.output_gate is not None and GATES[gate] != c.output_gate:
+            gate = {"silu": "swish"}.get(c.output_gate, c.output_gate)
         known |= {"num_v_heads": c.num_value_heads, "use_gate": gated, "output_gate_activation": gate}
     if c.family == "gated_deltaproduct":
         known |= {"num_householder": c.num_householder, "use_forget_gate": c.forget_gate, "use_output_gate": gated}

@@ -1,11 +1,15 @@
-"""Random Qwen3.5 checkpoints written by transformers' own save_pretrained."""
+"""Random Qwen3.5 checkpoints written by transformers' own save_pretrained, and processes that run fla."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ports.references import import_transformers
+
+ROOT = Path(__file__).parents[2]
 
 
 def write_random_checkpoint(folder: Path, *, seed: int = 0, **changes) -> Path:
@@ -69,3 +73,51 @@ CHECKPOINTS = {
 @pytest.fixture(scope="session", params=list(CHECKPOINTS))
 def checkpoint(request, tmp_path_factory) -> Path:
     return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"), **CHECKPOINTS[request.param])
+
+
+FLA_PARTS = ("ops", "layers", "models")
+
+
+class FlaProcess:
+    """fla at work on a part of ``fla_cases`` in a process of its own."""
+
+    def __init__(self, part: str, folder: Path):
+        self.part, self.folder = part, folder
+        folder.mkdir(exist_ok=True)
+        self.log = folder.parent / f"{part}.log"
+        command = [sys.executable, "-m", "tests.ports.fla_generate", part, str(folder)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+    def finished(self) -> Path:
+        """The folder of what it gave, once it has; fails with the end of its log where it fails."""
+        if self.process.wait():
+            pytest.fail(f"fla_generate {self.part}: {self.log.read_text()[-2000:]}", pytrace=False)
+        return self.folder
+
+
+@pytest.fixture(scope="session")
+def fla_processes(request, tmp_path_factory):
+    """The parts of the reference that this session reads, each in its process, all at once."""
+    wanted = {f"fla_{part}" for part in FLA_PARTS} & {name for item in request.session.items for name in item.fixturenames}
+    root = tmp_path_factory.mktemp("fla")
+    processes = {name: FlaProcess(name.removeprefix("fla_"), root / name) for name in sorted(wanted)}
+    yield processes
+    for started in processes.values():
+        started.process.kill()
+        started.process.wait()
+
+
+@pytest.fixture(scope="session")
+def fla_ops(fla_processes) -> Path:
+    return fla_processes["fla_ops"].finished()
+
+
+@pytest.fixture(scope="session")
+def fla_layers(fla_processes) -> Path:
+    return fla_processes["fla_layers"].finished()
+
+
+@pytest.fixture(scope="session")
+def fla_models(fla_processes) -> Path:
+    return fla_processes["fla_models"].finished()

@@ -1,0 +1,93 @@
+"""The models of flash-linear-attention: a segmented run with every carried array after every segment.
+
+fla keeps the last W columns [B, E, W] before the convolution, for queries, keys and values apart; this library keeps W - 1
+of all three side by side, [B, W - 1, E]. A state is [B, H, K, V] there too, except in a Gated DeltaNet layer, [B, H, V, K].
+Of keys and values of windowed attention fla keeps the last ``window`` tokens alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ports.fla.interpreter import import_fla
+from ports.qwen3_5.reference import Snapshot
+
+LONGEST_CALL = 64  # tokens up to which fla runs its recurrent kernels
+
+
+class Reference:
+    """A checkpoint in fla, f32 unless told otherwise."""
+
+    def __init__(self, folder: Path, dtype: str = "float32"):
+        import_fla()
+        import torch
+        import transformers
+
+        self.torch = torch
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model.to(self.device)
+
+    def segments(
+        self, tokens: np.ndarray, splits: Sequence[int], mask: np.ndarray | None = None
+    ) -> Iterator[tuple[np.ndarray, list[Snapshot]]]:
+        """Of each of the segments of ``splits`` tokens its logits [B, T, Y] and a snapshot of each layer after it.
+
+        ``mask``: False is padding on the left. With padding a model that has attention layers runs in one segment of at
+        most 64 tokens, or token by token after it: fla knows no other.
+        """
+        cache, begin = None, 0
+        for length in splits:
+            logits = []
+            for T in pieces(length):
+                words, cache = self._call(tokens, mask, begin, begin + T, cache)
+                logits.append(words)
+                begin += T
+            yield np.concatenate(logits, axis=1), [self._snapshot(*pair) for pair in zip(self._layers, cache, strict=True)]
+
+    def run(
+        self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
+    ) -> tuple[np.ndarray, list[list[Snapshot]]]:
+        """Logits [B, T, Y] of all segments and their snapshots; arguments as of :meth:`segments`."""
+        logits, snapshots = zip(*self.segments(tokens, splits or [tokens.shape[1]], mask), strict=True)
+        return np.concatenate(logits, axis=1), list(snapshots)
+
+    @property
+    def _layers(self):
+        return [layer.attn for layer in self.model.model.layers]
+
+    def _call(self, tokens, mask, begin: int, end: int, cache):
+        torch = self.torch
+        words = torch.tensor(tokens[:, begin:end].astype(np.int64), device=self.device)
+        attention = None if mask is None else torch.tensor(mask[:, :end].astype(np.int64), device=self.device)
+        with torch.no_grad():
+            out = self.model(words, attention_mask=attention, past_key_values=cache, use_cache=True)
+        return out.logits.float().cpu().numpy(), out.past_key_values
+
+    def _snapshot(self, layer, state: dict) -> Snapshot:
+        if state["attn_state"] is not None:
+            heads = (layer.num_kv_heads, layer.head_dim)
+            return Snapshot(*(a.unflatten(-1, heads).float().cpu().numpy().copy() for a in state["attn_state"]))
+        return linear_snapshot(layer, state)
+
+
+def linear_snapshot(layer, state: dict) -> Snapshot:
+    """S and tail of a linear layer from what fla's cache has of it."""
+    S = state["recurrent_state"].float().cpu().numpy().copy()
+    if type(layer).__name__ == "GatedDeltaNet":
+        S = np.ascontiguousarray(S.swapaxes(-1, -2))
+    if state["conv_state"] is None:
+        return Snapshot(S, np.zeros((len(S), 0, channels(layer)), np.float32))
+    columns = [x[..., 1:].transpose(1, 2).float().cpu().numpy() for x in state["conv_state"]]
+    return Snapshot(S, np.concatenate(columns, axis=-1))
+
+
+def channels(layer) -> int:
+    """E of a linear layer of fla."""
+    return sum(getattr(layer, name).out_features for name in ("q_proj", "k_proj", "v_proj"))
+
+
+def pieces(length: int) -> list[int]:
+    """``length`` tokens in calls that the recurrent kernels take."""
+    return [LONGEST_CALL] * (length // LONGEST_CALL) + [length % LONGEST_CALL] * (length % LONGEST_CALL > 0)
