@@ -206,7 +206,7 @@ def _finish_drift(axes: Axes, kind: str, lines: Sequence[Line], has_yardstick: b
         for bound in bounds[1:]:
             axes.axhline(bound, color="C3", linestyle="-.", linewidth=1, label="bound of keys")
     axes.set(yscale="log", xlabel="tokens at the boundary", ylabel="relative error", title=f"{kind} layers")
-    axes.legend(frameon=False)
+    axes.legend(framealpha=0.8, fontsize="small")
 
 
 def _draw_positions(axes: Axes, comparison: dict[str, Any], lines: Sequence[Line]) -> None:
@@ -217,7 +217,7 @@ def _draw_positions(axes: Axes, comparison: dict[str, Any], lines: Sequence[Line
     bound = next(line.bound for line in lines if line.name == LOGITS_OF_POSITION)
     axes.axhline(bound, color="C3", linestyle="--", linewidth=1, label="bound")
     axes.set(yscale="log", xlabel="token", ylabel="relative error", title="logits of each position")
-    axes.legend(frameon=False)
+    axes.legend(framealpha=0.8, fontsize="small")
 
 
 def _judged(line: Line) -> list[str]:

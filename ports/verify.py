@@ -146,6 +146,14 @@ def cut(num_tokens: int, lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def in_words(splits: Sequence[int]) -> str:
+    """How many segments of how many tokens."""
+    first, last = splits[0], splits[-1]
+    if len(set(splits[:-1])) > 1 or last > first:
+        return f"{len(splits)} of {', '.join(map(str, splits[:12]))}{' ...' if len(splits) > 12 else ''} tokens"
+    return f"{len(splits)} of {first} tokens" + (f", the last of {last}" if last != first else "")
+
+
 def describe(arguments, info: Info, tokens: np.ndarray, text: str, splits, comparison: dict[str, Any]) -> dict[str, str]:
     """What was compared, in words."""
     c, packages = info.config, comparison["reference"]["packages"]
@@ -160,7 +168,7 @@ def describe(arguments, info: Info, tokens: np.ndarray, text: str, splits, compa
         f"{c.num_layers - len(c.linear_layers)} attention layers, vocabulary {c.vocab_size}",
         "Tensors": f"{info.num_tensors} ({stored}), every one loaded on both sides",
         "Text": f"{text}{beyond}; sha256 of the int32 ids {digest}",
-        "Segments": f"{len(splits)}, of {_short(splits)} tokens",
+        "Segments": in_words(splits),
         "This library": f"{arguments.dtype} on {comparison['jaxdelta']['device']}",
         "Reference": ", ".join(f"{k} {v}" for k, v in packages.items() if k != "numpy") + f", {dtype} on the CPU",
         "Command": f"`{shlex.join(['python', '-m', 'ports.verify', *sys.argv[1:]])}`",
@@ -286,12 +294,6 @@ def _lengths(text: str) -> tuple[int, ...]:
     if min(lengths) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected tokens of a segment, at least 1, e.g. 256 or 1,2,3,64")
     return lengths
-
-
-def _short(splits: Sequence[int]) -> str:
-    if len(set(splits[:-1])) <= 1:
-        return str(splits[0]) + (f" (the last {splits[-1]})" if splits[-1] != splits[0] else "")
-    return ", ".join(map(str, splits[:12])) + (" ..." if len(splits) > 12 else "")
 
 
 if __name__ == "__main__":
