@@ -4,13 +4,15 @@ transformers keeps of a linear layer S [B, H, K, V] in f32 and the last W pre-co
 keeps W - 1 of them, [B, W - 1, E]); of an attention layer keys and values [B, G, T, d] (here [B, T, G, d]).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from ports.references import import_transformers
+from ports.references import UnusableReference, check_versions, import_transformers
+
+KINDS = {"linear_attention": "linear", "full_attention": "attention"}
 
 
 class Snapshot(NamedTuple):
@@ -21,15 +23,34 @@ class Snapshot(NamedTuple):
 
 
 class Reference:
-    """A checkpoint in transformers, f32 unless told otherwise."""
+    """A checkpoint in transformers on the CPU, f32 unless told otherwise.
 
-    def __init__(self, folder: Path, dtype: str = "float32"):
-        transformers = import_transformers()
+    Attributes:
+        packages: versions of what computes, by name.
+        implementation: what computes, in words.
+        layer_kinds: "linear" or "attention", in depth order.
+
+    Raises:
+        UnusableReference: see :func:`ports.references.check_versions`; or tensors of the checkpoint do not fit the model,
+            which transformers would fill with random numbers.
+    """
+
+    implementation = "transformers' own torch implementation on the CPU; fla's kernels are kept out of its process"
+
+    def __init__(self, folder: Path, dtype: str = "float32", *, any_version: bool = False):
+        transformers = import_transformers(any_version=any_version)
         import torch
 
         self.torch = torch
-        self.model = transformers.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        self.layer_types = self.model.config.layer_types
+        self.packages = check_versions("torch", "transformers", any_version=any_version)
+        model, loading = transformers.Qwen3_5ForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+        misfits = {kind: sorted(map(str, loading[kind])) for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
+        if misfits:
+            raise UnusableReference(f"transformers cannot fill the model from {folder}: {misfits}")
+        self.model = model.eval()
+        self.layer_kinds = tuple(KINDS[kind] for kind in self.model.config.layer_types)
 
     def run(
         self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
@@ -38,7 +59,14 @@ class Reference:
 
         ``mask``: False is padding on the left.
         """
-        torch, cache, logits, snapshots, begin = self.torch, None, [], [], 0
+        logits, snapshots = zip(*self.segments(tokens, splits, mask), strict=True)
+        return np.concatenate(logits, axis=1), list(snapshots)
+
+    def segments(
+        self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
+    ) -> Iterator[tuple[np.ndarray, list[Snapshot]]]:
+        """As :meth:`run`, one segment after the other, so that no more than one is in memory."""
+        torch, cache, begin = self.torch, None, 0
         for length in splits or [tokens.shape[1]]:
             end = begin + length
             attention = None if mask is None else torch.tensor(mask[:, :end].astype(np.int64))
@@ -52,11 +80,9 @@ class Reference:
                     use_cache=True,
                 )
             cache, begin = out.cache, end
-            logits.append(out.logits.float().numpy())
-            snapshots.append(
-                [self._snapshot(layer, kind) for layer, kind in zip(cache.layers, self.layer_types, strict=True)]
-            )
-        return np.concatenate(logits, axis=1), snapshots
+            snapshots = [self._snapshot(layer, kind) for layer, kind in zip(cache.layers, self.layer_kinds, strict=True)]
+            yield out.logits.float().numpy(), snapshots
+            del out, snapshots  # logits of a large vocabulary would live on while the next ones are made
 
     def loss_gradients(self, tokens: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
         """Mean next-token loss of one pass over rows [B, T], and its derivative for every parameter by its stored name."""
@@ -69,7 +95,7 @@ class Reference:
         return loss.item(), {name: p.grad.numpy().copy() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def _snapshot(self, layer, kind: str) -> Snapshot:
-        if kind == "linear_attention":
+        if kind == "linear":
             S, columns = layer.recurrent_states[0], layer.conv_states[0]
             return Snapshot(S.float().numpy().copy(), columns[..., 1:].transpose(1, 2).float().numpy().copy())
         return Snapshot(*(a.transpose(1, 2).float().numpy().copy() for a in (layer.keys, layer.values)))

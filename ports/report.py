@@ -1,0 +1,245 @@
+"""Report of an equivalence run: tables for the terminal and for Markdown, and the drift figure. Reads a comparison only."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ports.compare import ARRAYS, LOGITS_OF_POSITION, position_arrays, to_json
+from ports.verdict import BF16_FACTOR, EXTREME, MARGINS, Line, broken
+
+FILES = ("report.md", "comparison.json", "drift.png", "drift.svg")
+DRIFT_HEADINGS = ("layer", "first", "last", "worst", "at", "bound", "holds")
+OTHER_HEADINGS = ("compared", "worst", "at", "bound", "holds")
+STYLES = ("o-", "s:")
+Rows = list[list[str]]
+
+NOT_COMPARED = (
+    "Gradients, padded rows, several rows at once, texts longer than this one and other cuts of it (see tests/ports).",
+    "The tokenizer: both sides were given the same ids.",
+    "Arrays inside a layer, and states at tokens between two boundaries; both only through what follows from them.",
+    "Vision and multi-token-prediction tensors of the checkpoint, which neither side loads.",
+    "Speed: wall times hold loading, compilation and the comparison itself.",
+    "Correctness of the reference, beyond that its segments continue one another.",
+)
+
+
+def drift_rows(comparison: dict[str, Any], lines: Sequence[Line]) -> Rows:
+    """A row for each carried array: its error after the first and the last segment, the worst, and its bound."""
+    by_name = {line.name: line for line in lines}
+
+    def ends(index: int, name: str) -> list[str]:
+        return [_number(comparison["segments"][i]["layers"][index][name]) for i in (0, -1)]
+
+    return [
+        [f"{index} {kind}: {name}", *ends(index, name), *_judged(by_name[f"layer {index} ({kind}): {name}"])]
+        for index, kind in enumerate(comparison["kinds"])
+        for name in comparison["segments"][0]["layers"][index]
+    ]
+
+
+def other_rows(comparison: dict[str, Any], lines: Sequence[Line]) -> Rows:
+    """A row for everything else that has a bound: whole caches, logits, losses."""
+    carried = sum(len(layer) for layer in comparison["segments"][0]["layers"])  # which come first
+    return [[line.name, *_judged(line)] for line in lines[carried:]]
+
+
+def facts(comparison: dict[str, Any], dtype: str) -> dict[str, str]:
+    """What the logits say, and what the comparison itself is worth, in words."""
+    at = position_arrays(comparison)
+    error, gap = at.difference / at.size, (at.loss_here - at.loss)[:-1]
+    clear = at.margin > MARGINS[dtype]
+    at_worst = int(np.argmax(error))
+    found = {
+        "Logit error of a position": f"median {np.median(error):.1e}, 99th percentile {np.quantile(error, 0.99):.1e}, "
+        f"largest {error[at_worst]:.1e} at token {at_worst}",
+        "Next-token loss (nats)": f"reference {np.mean(at.loss[:-1]):.6f}, jaxdelta {np.mean(at.loss_here[:-1]):.6f}; "
+        f"mean difference {np.mean(gap):+.1e}, largest {np.max(np.abs(gap)):.1e}",
+        "Kullback-Leibler divergence of jaxdelta from the reference": f"mean {np.mean(at.kl):.1e}, "
+        f"largest {np.max(at.kl):.1e} nats",
+        "Most likely word": f"the same at {100 * np.mean(at.same):.2f} % of {len(clear)} positions, and at "
+        + (f"{100 * np.mean(at.same[clear]):.2f} %" if clear.any() else "none")
+        + f" of the {clear.sum()} where it leads by more than {MARGINS[dtype]} in the reference",
+        "Reference against itself": f"{comparison['reference']['probe']:.1e} between logits of 40 tokens in two segments "
+        "and in one pass, in float32",
+    }
+    if (control := comparison["control"]) is None:
+        return found | {"Control": "none: with one segment, or no linear layer, it does not matter whether S is carried"}
+    last = comparison["segments"][-1]["logits"]
+    return found | {
+        "Control": f"with every S set to zero before the last segment its logits are {control:.1e} off, "
+        f"with S as carried {_number(last)}"
+    }
+
+
+def bounds_in_words(lines: Sequence[Line], dtype: str) -> str:
+    """How the bounds came about."""
+    if dtype == "bfloat16":
+        return (
+            f"{BF16_FACTOR} times the error that the reference's own bfloat16 run of the same text has against its float32 "
+            "run. This bounds what bfloat16 costs; it is too wide to show that both compute the same: for that run float32."
+        )
+    bound = min(line.bound for line in lines)
+    return (
+        f"{bound:.0e} for carried arrays and logits of a segment, {EXTREME} times that for one position or one loss. Keys "
+        "have an allowance that grows with the text, for the reference rounds the frequencies of the rotation in float32."
+    )
+
+
+def print_report(comparison: dict[str, Any], lines: Sequence[Line], dtype: str, console: Console) -> None:
+    """Tables, facts and verdict."""
+    console.print(_table("Drift: relative error of what crosses a boundary", DRIFT_HEADINGS, drift_rows(comparison, lines)))
+    console.print(_table("Logits, losses and caches", OTHER_HEADINGS, other_rows(comparison, lines)))
+    for name, text in facts(comparison, dtype).items():
+        console.print(f"[bold]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]Bounds:[/] {bounds_in_words(lines, dtype)}", highlight=False, soft_wrap=True)
+    for text in (wrong := broken(comparison, lines)):
+        console.print(f"[bold red]broken:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    if not wrong:
+        console.print(f"[bold green]All {len(lines)} bounds hold.[/]", highlight=False)
+
+
+def write_report(
+    folder: Path, comparison: dict[str, Any], lines: Sequence[Line], subject: dict[str, str], dtype: str
+) -> None:
+    """Write FILES; ``subject`` says in words what was compared."""
+    judged = [{**line._asdict(), "holds": line.holds} for line in lines]
+    content = to_json({"subject": subject, "lines": judged, **comparison})
+    (folder / "comparison.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    drawn = figure(comparison, lines, f"{subject['Model']}, {dtype}: error against the reference in float32")
+    for suffix in ("png", "svg"):
+        drawn.savefig(folder / f"drift.{suffix}", dpi=150)
+    (folder / "report.md").write_text(markdown(comparison, lines, subject, dtype), encoding="utf-8")
+
+
+def markdown(comparison: dict[str, Any], lines: Sequence[Line], subject: dict[str, str], dtype: str) -> str:
+    """The report."""
+    wrong = broken(comparison, lines)
+    verdict = [f"**Broken:** {text}" for text in wrong] or [f"**All {len(lines)} bounds hold.**"]
+    warnings = [f"**Not a tested version:** {name}" for name in comparison["reference"]["untested"]]
+    parts = [
+        f"# Equivalence of jaxdelta and its torch reference: {subject['Model']}",
+        _bullets([*verdict, *warnings]),
+        f"Bounds: {bounds_in_words(lines, dtype)}",
+        "## What was compared",
+        _bullets(f"{name}: {text}" for name, text in subject.items()),
+        "Errors are relative Frobenius errors, computed in float64. Keys and values are compared where each segment wrote "
+        'them, and the whole cache once more at the end. "First" and "last" are after the first and the last segment.',
+        "## Logits and losses",
+        _bullets(f"{name}: {text}" for name, text in facts(comparison, dtype).items()),
+        _markdown_table(OTHER_HEADINGS, other_rows(comparison, lines)),
+        "## Drift of what crosses a boundary",
+        "![Drift by segment, and logit error by position](drift.png)",
+        _markdown_table(DRIFT_HEADINGS, drift_rows(comparison, lines)),
+        "## What was not compared",
+        _bullets(NOT_COMPARED),
+        "## Where it ran",
+        _markdown_table(("what", "value"), environment_rows(comparison)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def environment_rows(comparison: dict[str, Any]) -> Rows:
+    """Versions, device, checksums, wall times and memory of each process."""
+    here, there = comparison["jaxdelta"], comparison["reference"]
+    rows = [["jaxdelta's side", ", ".join(f"{k} {v}" for k, v in here["packages"].items())]]
+    rows += [["reference's side", ", ".join(f"{k} {v}" for k, v in there["packages"].items())]]
+    rows += [["jaxdelta's device", here["device"]], ["reference", there["implementation"]]]
+    rows += [["jaxdelta's commit", str(here["commit"])], ["machine", here["machine"]]]
+    rows += [[f"sha256 of {name}", f"`{digest}`"] for name, digest in here["checkpoint"].items()]
+    for name in ("reference", "yardstick", "jaxdelta"):
+        if comparison.get(name):
+            rows.append([f"process of the {name}", cost(comparison[name])])
+    return rows
+
+
+def cost(side: dict[str, Any]) -> str:
+    """Wall times and peak memory of a process, in words."""
+    seconds = ", ".join(f"{name} {value:.1f} s" for name, value in side["seconds"].items())
+    return f"{seconds}; peak memory {side['peak_bytes'] / 2**30:.2f} GiB"
+
+
+def figure(comparison: dict[str, Any], lines: Sequence[Line], title: str) -> Figure:
+    """Drift of each layer after each segment, linear and attention layers apart, above the logit error of each position."""
+    drawn = Figure(figsize=(9, 7), layout="constrained")
+    drawn.suptitle(title)
+    panels = drawn.subplot_mosaic([["linear", "attention"], ["logits", "logits"]])
+    colours = ScalarMappable(Normalize(0, max(1, len(comparison["kinds"]) - 1)), colormaps["viridis"])
+    for kind in ARRAYS:
+        if comparison["yardstick"]:
+            _draw_drift(panels[kind], comparison["yardstick"], kind, lambda layer: "0.8")
+        _draw_drift(panels[kind], comparison, kind, colours.to_rgba)
+        _finish_drift(panels[kind], kind, lines, bool(comparison["yardstick"]))
+    drawn.colorbar(colours, ax=panels["attention"], label="layer").locator = MaxNLocator(integer=True)
+    _draw_positions(panels["logits"], comparison, lines)
+    return drawn
+
+
+def _draw_drift(axes: Axes, result: dict[str, Any], kind: str, colour: Callable[[int], Any]) -> None:
+    """Solid the first array of ARRAYS, dotted the second; a line for each layer."""
+    ends = [segment["end"] for segment in result["segments"]]
+    for index in (i for i, found in enumerate(result["kinds"]) if found == kind):
+        for name, style in zip(ARRAYS[kind], STYLES, strict=True):
+            errors = np.array([segment["layers"][index][name] for segment in result["segments"]], float)
+            axes.plot(ends, errors, style, color=colour(index), markersize=3, linewidth=1)
+
+
+def _finish_drift(axes: Axes, kind: str, lines: Sequence[Line], has_yardstick: bool) -> None:
+    for name, style in zip(ARRAYS[kind], STYLES, strict=True):
+        axes.plot([], [], style, color="0.3", markersize=3, linewidth=1, label=name)
+    if has_yardstick:
+        axes.plot([], [], color="0.8", label="the reference in bfloat16")
+    elif bounds := sorted({line.bound for line in lines if f"({kind})" in line.name}):
+        axes.axhline(bounds[0], color="C3", linestyle="--", linewidth=1, label="bound")
+        for bound in bounds[1:]:
+            axes.axhline(bound, color="C3", linestyle="-.", linewidth=1, label="bound of keys")
+    axes.set(yscale="log", xlabel="tokens at the boundary", ylabel="relative error", title=f"{kind} layers")
+    axes.legend(framealpha=0.8, fontsize="small")
+
+
+def _draw_positions(axes: Axes, comparison: dict[str, Any], lines: Sequence[Line]) -> None:
+    at = position_arrays(comparison)
+    axes.plot(at.difference / at.size, linewidth=0.6, color="C0")
+    for segment in comparison["segments"][1:]:
+        axes.axvline(segment["begin"], color="0.85", linewidth=0.8, zorder=0)
+    bound = next(line.bound for line in lines if line.name == LOGITS_OF_POSITION)
+    axes.axhline(bound, color="C3", linestyle="--", linewidth=1, label="bound")
+    axes.set(yscale="log", xlabel="token", ylabel="relative error", title="logits of each position")
+    axes.legend(framealpha=0.8, fontsize="small")
+
+
+def _judged(line: Line) -> list[str]:
+    return [_number(line.error), line.where, _number(line.bound), "yes" if line.holds else "NO"]
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None or not np.isfinite(value) else f"{value:.1e}"
+
+
+def _table(title: str, headings: Sequence[str], rows: Rows) -> Table:
+    view = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in headings:
+        view.add_column(heading, no_wrap=True)
+    for row in rows:
+        view.add_row(*map(escape, row), style="bold red" if row[-1] == "NO" else None)
+    return view
+
+
+def _markdown_table(headings: Sequence[str], rows: Rows) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [list(headings), ["---"] * len(headings), *rows])
+
+
+def _bullets(texts) -> str:
+    return "\n".join(f"- {text}" for text in texts)

@@ -1,0 +1,285 @@
+"""The sides of a verification, each a process of its own: ``python -m ports.sides reference|yardstick|jaxdelta FOLDER``.
+
+FOLDER holds ``job.json`` and ``tokens.npy``. The reference writes the logits and carried arrays of each segment there
+(``logits_3.npy``, ``carry_3.npz``) and ``reference.json``. The yardstick, for a run of this library in bf16, is the
+reference in bf16 compared with these, in ``yardstick.json``. The JAX side compares itself with them, one segment after the
+other, removes what it has compared, and writes ``comparison.json``. All tell of their progress in lines that begin with
+PROGRESS; whatever else is on their output is noise of the packages below. A side that cannot go on writes ``failure.json``
+and exits with 2.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PROGRESS = "progress: "
+FAILED = 2
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What both sides run.
+
+    Attributes:
+        reference_folder: checkpoint of the reference.
+        folder: checkpoint of this library; the same, but for tests of the comparison.
+        dtype: of this library's run; the reference runs in f32.
+        splits: tokens of each segment.
+        any_version: whether the reference may be of an untested version.
+    """
+
+    reference_folder: str
+    folder: str
+    dtype: str
+    splits: tuple[int, ...]
+    any_version: bool = False
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Index, first token and end of each segment."""
+        begin = 0
+        for index, length in enumerate(self.splits):
+            yield index, begin, begin + length
+            begin += length
+
+    def write(self, work: Path, tokens: np.ndarray) -> None:
+        """Write ``job.json`` and ``tokens.npy``, int32 [1, N]."""
+        (work / "job.json").write_text(json.dumps(asdict(self)))
+        np.save(work / "tokens.npy", tokens.astype(np.int32))
+
+    @classmethod
+    def read(cls, work: Path) -> "Job":
+        fields = json.loads((work / "job.json").read_text())
+        return cls(**fields | {"splits": tuple(fields["splits"])})
+
+
+def reference_side(work: Path, say: Say) -> None:
+    """Run the reference in f32 and write what it gives.
+
+    Raises:
+        UnusableReference: it is missing, of an untested version, or does not carry its state.
+    """
+    from ports.references import check_segments, reference_class, untested
+
+    job, tokens, clock = Job.read(work), np.load(work / "tokens.npy"), Clock()
+    folder = Path(job.reference_folder)
+    say("loading")
+    reference = reference_class(folder)(folder, any_version=job.any_version)
+    load_s = clock.lap()
+    say("checking that segments continue one another")
+    probe = check_segments(reference, tokens)
+    probe_s = clock.lap()
+    segments = reference.segments(tokens, job.splits)
+    for index, begin, _ in job.spans():
+        say(f"segment {index + 1} of {len(job.splits)}")
+        logits, snapshots = next(segments)
+        np.save(work / f"logits_{index}.npy", logits)
+        _write_carry(work / f"carry_{index}.npz", _of_segment(reference.layer_kinds, snapshots, begin))
+        del logits
+    about = {
+        "packages": reference.packages | {"numpy": np.__version__},
+        "untested": untested(reference.packages),
+        "implementation": reference.implementation,
+        "layer_kinds": list(reference.layer_kinds),
+        "probe": probe,
+        "seconds": {"load": load_s, "probe": probe_s, "run": clock.lap()},
+        "peak_bytes": peak_bytes(),
+    }
+    _write_json(work / "reference.json", about)
+
+
+def yardstick_side(work: Path, say: Say) -> None:
+    """Compare the reference in the job's dtype with the reference in f32."""
+    from ports.compare import Comparison
+    from ports.references import reference_class
+
+    job, tokens, clock = Job.read(work), np.load(work / "tokens.npy"), Clock()
+    folder = Path(job.reference_folder)
+    say("loading")
+    reference = reference_class(folder)(folder, job.dtype, any_version=job.any_version)
+    load_s, kinds = clock.lap(), reference.layer_kinds
+    comparison = Comparison(kinds, tokens, (f"reference in {job.dtype}", "reference"))
+    segments = reference.segments(tokens, job.splits)
+    for index, begin, _ in job.spans():
+        say(f"segment {index + 1} of {len(job.splits)}")
+        logits, snapshots = next(segments)
+        comparison.add(begin, logits, _of_segment(kinds, snapshots, begin), *_read_segment(work, index, len(kinds)))
+        del logits
+    about = {"seconds": {"load": load_s, "run and compare": clock.lap()}, "peak_bytes": peak_bytes()}
+    _write_json(work / "yardstick.json", comparison.result(snapshots) | about)
+
+
+def jaxdelta_side(work: Path, say: Say) -> None:
+    """Run this library on the same tokens, compare, and write ``comparison.json``; removes the reference's arrays."""
+    import jaxdelta as jd
+    from jaxdelta.results import commit
+
+    job, tokens, clock = Job.read(work), np.load(work / "tokens.npy"), Clock()
+    say("loading")
+    model = jd.load(job.folder, dtype=job.dtype)
+    load_s = clock.lap()
+    found = _compare(model, job, tokens, work, say)
+    about = {
+        "packages": _versions("jaxdelta", "jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors"),
+        "device": _device(),
+        "machine": f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "commit": commit(),
+        "checkpoint": model.origin.sha256(),
+        "torch_imported": "torch" in sys.modules,
+        "seconds": {"load": load_s, "run and compare": clock.lap()},
+        "peak_bytes": peak_bytes(),
+    }
+    parts = {name: _read_json(work / f"{name}.json") for name in ("reference", "yardstick")}
+    _write_json(work / "comparison.json", found | parts | {"jaxdelta": about})
+
+
+def _compare(model, job: Job, tokens: np.ndarray, work: Path, say: Say) -> dict[str, Any]:
+    """What :class:`ports.compare.Comparison` finds, the losses of a segmented run, and the control with lost states."""
+    import jaxdelta as jd
+    from ports.compare import Comparison, carry_arrays, layer_kinds
+
+    carry, control = jd.init_carry(model, 1, tokens.shape[1]), None
+    kinds, there = layer_kinds(carry), _read_json(work / "reference.json")["layer_kinds"]
+    if kinds != there:
+        raise ValueError(f"layers are {kinds} here, {there} in the reference")
+    comparison = Comparison(kinds, tokens)
+    for index, begin, end in job.spans():
+        say(f"segment {index + 1} of {len(job.splits)}")
+        expected_logits, expected = _read_segment(work, index, len(kinds))
+        here = tokens[:, begin:end]
+        if index and end == tokens.shape[1]:
+            control = _without_states(model, here, carry, expected_logits)
+        logits, carry = jd.forward(model, here, carry)
+        found = _of_segment(kinds, carry_arrays(carry), begin)
+        comparison.add(begin, np.asarray(logits), found, expected_logits, expected)
+        del expected_logits, logits
+        (work / f"logits_{index}.npy").unlink()
+        (work / f"carry_{index}.npz").unlink()
+    found = comparison.result(carry_arrays(carry))
+    say("a segmented run for its losses")
+    run = _run_losses(model, job, tokens, found["nonfinite"])
+    return found | {"run_losses": run, "control": control}
+
+
+def _of_segment(kinds, layers, begin: int) -> list[tuple[np.ndarray, ...]]:
+    """Carried arrays; of keys and values the places from ``begin`` on, as the earlier ones were compared before."""
+    return [
+        tuple(a[:, begin:] for a in arrays) if kind == "attention" else tuple(arrays)
+        for kind, arrays in zip(kinds, layers, strict=True)
+    ]
+
+
+def _write_carry(file: Path, layers: list[tuple[np.ndarray, ...]]) -> None:
+    np.savez(file, **{f"{layer}.{slot}": a for layer, arrays in enumerate(layers) for slot, a in enumerate(arrays)})
+
+
+def _read_segment(work: Path, index: int, num_layers: int) -> tuple[np.ndarray, list[list[np.ndarray]]]:
+    """Logits, not yet read into memory, and carried arrays of the reference."""
+    with np.load(work / f"carry_{index}.npz") as arrays:
+        layers = [[arrays[f"{layer}.{slot}"] for slot in (0, 1)] for layer in range(num_layers)]
+    return np.load(work / f"logits_{index}.npy", mmap_mode="r"), layers
+
+
+def _without_states(model, tokens: np.ndarray, carry, expected: np.ndarray) -> float | None:
+    """Error of a segment's logits where every S before it is zero: what the comparison would see if S were not carried."""
+    import jaxdelta as jd
+    from ports.compare import compare_positions
+
+    if not (states := jd.states(carry)):
+        return None
+    logits, _ = jd.forward(model, tokens, jd.with_states(carry, [0 * S for S in states]))
+    return compare_positions(np.asarray(logits)[0], expected[0], np.full(tokens.shape[1], -1)).error_together()
+
+
+def _run_losses(model, job: Job, tokens: np.ndarray, nonfinite: list[dict[str, Any]]) -> np.ndarray | None:
+    """Losses [N - 1] of ``jd.run``, which analyses use and which forms no logits; None for segments of several lengths."""
+    import jaxdelta as jd
+
+    if len(set(job.splits[:-1])) > 1 or job.splits[-1] > job.splits[0]:
+        return None
+    try:
+        return jd.run(model, tokens, segment=job.splits[0]).losses[0].astype(np.float64)
+    except jd.NonFiniteError as error:
+        nonfinite.append({"side": "jaxdelta", "segment": None, "array": f"jd.run: {error}"})
+        return None
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed, run from its folder"
+    return found
+
+
+def _device() -> str:
+    import jax
+
+    device = jax.devices()[0]
+    return device.platform if device.device_kind == device.platform else f"{device.platform} ({device.device_kind})"
+
+
+class Clock:
+    """Seconds of wall time since the last lap."""
+
+    def __init__(self):
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        self._last, before = time.perf_counter(), self._last
+        return self._last - before
+
+
+def peak_bytes() -> int:
+    """Largest resident memory of this process."""
+    try:  # ru_maxrss of Linux also counts the parent's memory as it was when this process was started
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    from ports.compare import to_json
+
+    file.write_text(json.dumps(to_json(value), allow_nan=False))
+
+
+SIDES = {"reference": reference_side, "yardstick": yardstick_side, "jaxdelta": jaxdelta_side}
+
+
+def main(side: str, work: Path) -> int:
+    """Run a side; what it fails of is written to ``failure.json``."""
+
+    def say(text: str) -> None:
+        print(f"{PROGRESS}{text}", flush=True)
+
+    try:
+        SIDES[side](work, say)
+    except Exception as error:
+        failure = {"kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        (work / "failure.json").write_text(json.dumps(failure))
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -1,0 +1,87 @@
+"""Bounds of an equivalence run, and which of its errors break them.
+
+f32: SMALL_BOUND for models below SMALL parameters, else LARGE_BOUND, for every carried array and the logits of a segment.
+Measured over 1,024 tokens: at most 3.6e-6 (control model) and 5.5e-6 (random, 4 layers). Depth and random weights amplify
+rounding: 7.6e-5 for a random model of 24 layers and 44 channels, which SMALL_BOUND calls broken. A single position and a
+single loss may be off by EXTREME times as much: measured 1.8e-5 and 2.8e-5 nats (random, 4 layers). Keys have an allowance
+that grows with the text, see :func:`rotation_allowance`.
+
+bf16: rounding alone moves the arrays by 0.5 to 1.5 % in the control model, 3 to 10 % in random models of 4 layers and 50 to
+100 % in one of 24, so no number holds for all checkpoints. The yardstick is what the reference's own bf16 run of the same
+text does against its f32 run; ours may do BF16_FACTOR times as much. Measured over all arrays: 0.6 to 1.4 times.
+"""
+
+from typing import Any, NamedTuple
+
+from jaxdelta.models.config import Qwen3_5Config
+from ports.compare import LOGITS_OF_POSITION, LOSS, RUN_LOSS, worst_errors
+
+SMALL = 50_000_000
+SMALL_BOUND = 2e-5
+LARGE_BOUND = 1e-4
+EXTREME = 10
+BF16_FACTOR = 2
+MARGINS = {"float32": 1e-3, "bfloat16": 0.1}  # by which the reference's most likely word leads where choices are counted
+
+
+class Line(NamedTuple):
+    """An error held against its bound.
+
+    Attributes:
+        name: of the array, with its layer.
+        error: the largest, NaN where a side is not finite.
+        where: segment counted from 1, or token counted from 0.
+        bound: the largest allowed.
+    """
+
+    name: str
+    error: float
+    where: str
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        """False for NaN."""
+        return self.error <= self.bound
+
+
+def rotation_allowance(config: Qwen3_5Config, num_tokens: int) -> float:
+    """By how much keys may differ for the rotation alone: relative, at the last token.
+
+    transformers computes the frequencies theta^(-2i/d) in f32 and is off by up to 2.8 half units in the last place; here
+    they are rounded from f64. The angle multiplies the difference by the position. Two roundings of the largest frequency
+    below 1 bound it: 2.6e-8 a token for the control model, whose keys were measured to drift by 4e-9 a token (2.9e-5 at
+    7,256 tokens).
+    """
+    if config.rotary_dim <= 2 or "attention" not in config.layer_kinds:
+        return 0.0
+    return num_tokens * config.rope_theta ** (-2 / config.rotary_dim) * 2.0**-23
+
+
+def judge(comparison: dict[str, Any], *, num_parameters: int, dtype: str, rotation: float = 0.0) -> list[Line]:
+    """Every error of a comparison against its bound; ``rotation``: of :func:`rotation_allowance`."""
+    errors = worst_errors(comparison)
+    if dtype == "bfloat16":
+        scale = {name: BF16_FACTOR * worst.error for name, worst in worst_errors(comparison["yardstick"]).items()}
+        scale[RUN_LOSS] = scale[LOSS]
+    else:
+        bound = SMALL_BOUND if num_parameters < SMALL else LARGE_BOUND
+        extremes = (LOGITS_OF_POSITION, LOSS, RUN_LOSS)
+        scale = {name: bound * EXTREME if name in extremes else bound for name in errors}
+        scale |= {name: bound + rotation for name in errors if ": keys" in name}
+    return [Line(name, *worst, scale[name]) for name, worst in errors.items()]
+
+
+def broken(comparison: dict[str, Any], lines: list[Line]) -> list[str]:
+    """What is broken, in words: arrays that are not finite by side, layer and segment, then bounds."""
+    lost = [
+        f"NaN or infinity in {found['array']} of {found['side']}"
+        + (f", segment {found['segment']}" if found["segment"] else "")
+        for part in (comparison, comparison.get("yardstick") or {})
+        for found in part.get("nonfinite", [])
+    ]
+    return lost + [
+        f"{line.name}: {line.error:.1e} at {line.where}, at most {line.bound:.1e} allowed"
+        for line in lines
+        if not line.holds
+    ]
