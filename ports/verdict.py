@@ -9,7 +9,8 @@ text, see :func:`rotation_allowance`.
 
 bf16: rounding alone moves the arrays by 0.5 to 1.5 % in the control model, 3 to 10 % in random models of 4 layers and 50 to
 100 % in one of 24, so no number holds for all checkpoints. The yardstick is what the reference's own bf16 run of the same
-text does against its f32 run; ours may do BF16_FACTOR times as much. Measured over all arrays: 0.6 to 1.4 times.
+text does against its f32 run; ours may do BF16_FACTOR times as much. Measured for each array, over the
+control model, three random models of 4 layers and one of 24: 0.4 to 1.7 times.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ SMALL = 50_000_000
 SMALL_BOUND = 2e-5
 LARGE_BOUND = 1e-4
 EXTREME = 10
-BF16_FACTOR = 2
+BF16_FACTOR = 3
 MARGINS = {"float32": 1e-3, "bfloat16": 0.1}  # by which the reference's most likely word leads where choices are counted
 
 
