@@ -64,7 +64,7 @@ def facts(comparison: dict[str, Any], dtype: str) -> dict[str, str]:
     at_worst = int(np.argmax(error))
     found = {
         "Logit error of a position": f"median {np.median(error):.1e}, 99th percentile {np.quantile(error, 0.99):.1e}, "
-        f"largest {error[at_worst]:.1e} at token {at_worst}",
+        f"largest {_number(error[at_worst])} at token {at_worst}",
         "Next-token loss (nats)": f"reference {np.mean(at.loss[:-1]):.6f}, jaxdelta {np.mean(at.loss_here[:-1]):.6f}; "
         f"mean difference {np.mean(gap):+.1e}, largest {np.max(np.abs(gap)):.1e}",
         "Kullback-Leibler divergence of jaxdelta from the reference": f"mean {np.mean(at.kl):.1e}, "
@@ -72,15 +72,14 @@ def facts(comparison: dict[str, Any], dtype: str) -> dict[str, str]:
         "Most likely word": f"the same at {100 * np.mean(at.same):.2f} % of {len(clear)} positions, and at "
         + (f"{100 * np.mean(at.same[clear]):.2f} %" if clear.any() else "none")
         + f" of the {clear.sum()} where it leads by more than {MARGINS[dtype]} in the reference",
-        "Reference against itself": f"{comparison['reference']['probe']:.1e} between logits of 40 tokens in two segments "
-        "and in one pass, in float32",
+        "Reference against itself": f"{_number(comparison['reference']['probe'])} between logits of 40 tokens in two "
+        "segments and in one pass, in float32",
     }
-    if (control := comparison["control"]) is None:
+    if len(comparison["segments"]) == 1 or "linear" not in comparison["kinds"]:
         return found | {"Control": "none: with one segment, or no linear layer, it does not matter whether S is carried"}
-    last = comparison["segments"][-1]["logits"]
     return found | {
-        "Control": f"with every S set to zero before the last segment its logits are {control:.1e} off, "
-        f"with S as carried {_number(last)}"
+        "Control": "with every S set to zero before the last segment its logits are "
+        f"{_number(comparison['control'])} off, with S as carried {_number(comparison['segments'][-1]['logits'])}"
     }
 
 
@@ -161,7 +160,7 @@ def environment_rows(comparison: dict[str, Any]) -> Rows:
     rows += [[f"sha256 of {name}", f"`{digest}`"] for name, digest in here["checkpoint"].items()]
     for name in ("reference", "yardstick", "jaxdelta"):
         if comparison.get(name):
-            rows.append([f"process of the {name}", cost(comparison[name])])
+            rows.append([f"process: {name}", cost(comparison[name])])
     return rows
 
 

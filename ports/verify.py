@@ -3,7 +3,7 @@
 The two run one after the other in processes of their own, segment by segment, on the same token ids; every carried array
 and every logit is compared. Exit status: 0 all bounds hold, 1 one is broken, 2 bad input or an unusable reference.
 
-``python -m ports.verify control``: three quarters of a minute on 2 CPU cores.
+``python -m ports.verify control``: about 40 seconds on 2 CPU cores, and all 30 bounds hold.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +166,14 @@ def describe(arguments, info: Info, tokens: np.ndarray, text: str, splits, compa
         "Model": arguments.model + (f" (commit {info.revision})" if info.revision else ""),
         "Folder": f"`{info.folder}`",
         "Sizes": f"{info.num_parameters:,} parameters, {len(c.linear_layers)} linear and "
-        f"{c.num_layers - len(c.linear_layers)} attention layers, vocabulary {c.vocab_size}",
+        f"{c.num_layers - len(c.linear_layers)} attention layers, vocabulary {c.vocab_size} "
+        f"(with equal chances for all a loss of {np.log(c.vocab_size):.3f} nats)",
         "Tensors": f"{info.num_tensors} ({stored}), every one loaded on both sides",
         "Text": f"{text}{beyond}; sha256 of the int32 ids {digest}",
         "Segments": in_words(splits),
         "This library": f"{arguments.dtype} on {comparison['jaxdelta']['device']}",
         "Reference": ", ".join(f"{k} {v}" for k, v in packages.items() if k != "numpy") + f", {dtype} on the CPU",
+        "Date": datetime.now(UTC).isoformat(timespec="seconds"),
         "Command": f"`{shlex.join(['python', '-m', 'ports.verify', *sys.argv[1:]])}`",
     }
 
