@@ -15,7 +15,7 @@ control model, three random models of 4 layers and one of 24: 0.4 to 1.7 times.
 
 from typing import Any, NamedTuple
 
-from jaxdelta.models.config import Qwen3_5Config
+from jaxdelta.models.config import DecoderConfig
 from ports.compare import LOGITS_OF_POSITION, LOSS, RUN_LOSS, worst_errors
 
 SMALL = 50_000_000
@@ -47,7 +47,7 @@ class Line(NamedTuple):
         return self.error <= self.bound
 
 
-def rotation_allowance(config: Qwen3_5Config, num_tokens: int) -> float:
+def rotation_allowance(config: DecoderConfig, num_tokens: int) -> float:
     """By how much keys may differ for the rotation alone: relative, at the last token.
 
     transformers computes the frequencies theta^(-2i/d) in f32 and is off by up to 2.8 half units in the last place; here
@@ -55,9 +55,8 @@ def rotation_allowance(config: Qwen3_5Config, num_tokens: int) -> float:
     below 1 bound it: 2.6e-8 a token for the control model, whose keys were measured to drift by 4e-9 a token (2.9e-5 at
     7,256 tokens).
     """
-    if config.rotary_dim <= 2 or "attention" not in config.layer_kinds:
-        return 0.0
-    return num_tokens * config.rope_theta ** (-2 / config.rotary_dim) * 2.0**-23
+    frequencies = [sizes.rope_theta ** (-2 / sizes.rotated) for sizes in config.attention_sizes if sizes.rotated > 2]
+    return num_tokens * max(frequencies, default=0.0) * 2.0**-23
 
 
 def judge(comparison: dict[str, Any], *, num_parameters: int, dtype: str, rotation: float = 0.0) -> list[Line]:

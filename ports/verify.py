@@ -242,10 +242,10 @@ def failure(side: str, work: Path, code: int, noise: str) -> Exception:
 def disk_bytes(info: Info, splits: Sequence[int]) -> int:
     """Bytes of what the reference writes: f32 logits of each token, keys and values, and the states after each segment."""
     c, tokens = info.config, sum(splits)
-    linear, attention = len(c.linear_layers), c.num_layers - len(c.linear_layers)
+    linear = len(c.linear_layers)
     state = c.num_value_heads * c.key_dim * c.value_dim + (c.conv_width - 1) * c.conv_channels
-    cache = 2 * c.num_kv_heads * c.head_dim
-    return 4 * (tokens * (c.vocab_size + attention * cache) + len(splits) * linear * state)
+    cache = sum(2 * sizes.num_kv_heads * sizes.head_dim for sizes in c.attention_sizes)
+    return 4 * (tokens * (c.vocab_size + cache) + len(splits) * linear * state)
 
 
 def check_disk(work: Path, needed: int, console: Console) -> None:

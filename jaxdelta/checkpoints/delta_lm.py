@@ -118,6 +118,8 @@ def config_to_json(config: DeltaLMConfig, raw: dict[str, Any] | None = None) -> 
         raise ValueError(f"a {c.family} checkpoint has no sigmoid output gate")
     if any(sizes.num_query_heads * sizes.head_dim != c.width for sizes in c.attention):
         raise ValueError("heads of an attention layer together have the width of the model in a checkpoint of fla")
+    if any(sizes.rotated != sizes.head_dim for sizes in c.attention):
+        raise ValueError("heads of an attention layer rotate as a whole in a checkpoint of fla")
     known = {
         "architectures": [ARCHITECTURES[c.family]],
         "model_type": c.family,

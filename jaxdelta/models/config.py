@@ -72,6 +72,11 @@ class DecoderConfig:
         return (1 + n) * self.num_key_heads * self.key_dim + n * self.num_value_heads * self.value_dim
 
     @property
+    def attention_sizes(self) -> tuple["AttentionSizes", ...]:
+        """Of each attention layer in depth order its heads and rotation."""
+        raise NotImplementedError
+
+    @property
     def max_rank(self) -> int:
         """The rank of an untouched state, min(K, V)."""
         return min(self.key_dim, self.value_dim)
@@ -141,6 +146,13 @@ class Qwen3_5Config(DecoderConfig):
         if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
             raise ValueError(f"rotary_dim is {self.rotary_dim}; expected an even number up to head_dim = {self.head_dim}")
 
+    @property
+    def attention_sizes(self) -> tuple["AttentionSizes", ...]:
+        sizes = AttentionSizes(
+            self.num_query_heads, self.num_kv_heads, self.head_dim, self.rope_theta, rotary_dim=self.rotary_dim
+        )
+        return (sizes,) * self.layer_kinds.count("attention")
+
     @classmethod
     def tiny(cls, **changes) -> "Qwen3_5Config":
         """A model for tests whose sizes are all different, so that no transposed axis passes unseen."""
@@ -169,9 +181,10 @@ class AttentionSizes:
     Attributes:
         num_query_heads: query heads, a multiple of ``num_kv_heads``.
         num_kv_heads: key/value heads.
-        head_dim: of a head; even, since all of it rotates.
+        head_dim: of a head.
         rope_theta: base of the rotation's frequencies.
         window: tokens that a token reads, itself included; None is all before it.
+        rotary_dim: leading entries of a head that rotate with the position, even; None is all of them.
         bias: whether queries, keys and values have a bias.
 
     Raises:
@@ -183,15 +196,21 @@ class AttentionSizes:
     head_dim: int
     rope_theta: float = 1e4
     window: int | None = None
+    rotary_dim: int | None = None
     bias: bool = False
 
     def __post_init__(self):
         if min(self.num_query_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_query_heads % self.num_kv_heads:
             raise ValueError(f"{self}: query heads are no multiple of key/value heads, or a size is below 1")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; expected an even number, whose halves rotate")
+        if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
+            raise ValueError(f"{self.rotated} entries rotate; expected an even number up to head_dim = {self.head_dim}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window is {self.window}; expected at least 1 token")
+
+    @property
+    def rotated(self) -> int:
+        """Entries of a head that rotate."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -265,6 +284,10 @@ class DeltaLMConfig(DecoderConfig):
     @property
     def linear_title(self) -> str:
         return TITLES[self.family]
+
+    @property
+    def attention_sizes(self) -> tuple[AttentionSizes, ...]:
+        return self.attention
 
     @property
     def num_query_heads(self) -> int:

@@ -58,7 +58,7 @@ class Attention(nnx.Module):
         """Tokens of a segment at ``positions`` of their texts; ``length``: leading ones that are text, all where None."""
         d = self.sizes.head_dim
         q, k, v = (self._projected(x, name).reshape(*x.shape[:2], -1, d) for name in ("q", "k", "v"))
-        angles = rotary_angles(positions, d, self.sizes.rope_theta)
+        angles = rotary_angles(positions, self.sizes.rotated, self.sizes.rope_theta)
         carry = append(carry, rotate(k, angles), v, positions, length)
         y = attend(rotate(q, angles), carry, positions, last=jnp.max(positions), window=self.sizes.window)
         return linear(y.reshape(*x.shape[:2], -1), self.out[...]), carry
