@@ -3,8 +3,17 @@
     python -m ports.qwen3_5.full_size                            logits and all that is carried, two segments
     python -m ports.qwen3_5.full_size --gradients --tokens 512   the gradient of the loss for every parameter
 
-Each command writes a checkpoint of 1.5 GB into a temporary folder, runs one process a framework and compares what they
-leave there.
+Each command writes a checkpoint of 1.5 GB into a temporary folder, runs one process a framework and prints the largest
+relative error of each kind of array. Seen in f32, here and there:
+
+| command | worst | peak memory | time of one core |
+| --- | --- | --- | --- |
+| two segments | 7.8e-6, S of the last linear layer | 4 and 5 GiB | 33 and 27 s |
+| gradients, 128 tokens | 5.3e-5, in_proj_qkv of layer 1 | 7 and 11 GiB | 56 and 56 s |
+| gradients, 512 tokens | 2.2e-5, dt_bias of layer 14 | 10 and 14 GiB | 86 and 158 s |
+
+Short texts come off worse (16 tokens: 2.5e-4): the first token's output of a linear layer is a multiple q.k of v that the
+norm then scales to one, so that a small q.k hands its rounding on in full, and 23 layers multiply it.
 """
 
 import argparse
