@@ -10,7 +10,7 @@ from flax import nnx
 import jaxdelta as jd
 from jaxdelta import memory, segments
 from jaxdelta.memory import RunMemory, gib, rows_that_fit, run_memory
-from jaxdelta.models.config import Qwen3_5Config
+from jaxdelta.models.config import DeltaLMConfig, Qwen3_5Config
 from tests.tiny import CONFIG, fresh_model
 
 QWEN3_5_0_8B = Qwen3_5Config(
@@ -57,11 +57,14 @@ def test_a_carry_is_counted_with_the_states_twice_more(dtype):
     assert needed.row_carry == nbytes(carry) + 2 * nbytes(jd.states(carry))
 
 
-def test_an_estimate_covers_what_the_compiler_asks_for(monkeypatch):
+@pytest.mark.parametrize("family", ["Qwen3.5", "DeltaProduct of four steps"])
+def test_an_estimate_covers_what_the_compiler_asks_for(monkeypatch, family):
     """Arguments and temporaries of the compiled segment, of four rows of a model whose activations outweigh its weights."""
     monkeypatch.setattr(segments, "LOGITS_AT_ONCE", 2**14)
     monkeypatch.setattr(memory, "LOGITS_AT_ONCE", 2**14)
-    made = fresh_model(layer_kinds=("linear", "attention"), key_dim=32, value_dim=48, mlp_width=257)
+    sizes = dict(key_dim=32, value_dim=48, mlp_width=257)
+    four = DeltaLMConfig.tiny(layer_kinds=("linear",), attention=(), num_householder=4, **sizes)
+    made = fresh_model(layer_kinds=("linear", "attention"), **sizes) if family == "Qwen3.5" else jd.DeltaLM(four)
     rows, segment, room = 4, 256, 1024
     carry = jax.eval_shape(lambda: made.init_carry(rows, room))
     ids, length = jax.ShapeDtypeStruct((rows, segment), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)

@@ -70,6 +70,7 @@ def test_one_token_is_the_matrix_form(rule, n, x64):
     """S' = A S + sum_j R_j beta_j k_j v_j^T: A = exp(g) prod_j (I - beta_j k_j k_j^T), the first step rightmost; R_j: of
     the steps after j."""
     x = product_inputs(7, n, T=1, decay="-2", dtype=jnp.float64, B=1, H=1)
+    x["beta"] = jnp.linspace(0.4, 1.9, n)[None, :, None]
     k, v, beta = (np.asarray(x[name])[0, :, 0] for name in ("k", "v", "beta"))
     S = np.asarray(x["state"])[0, 0]
     after, written = np.eye(S.shape[0]), 0  # from the last step to the first
