@@ -260,7 +260,7 @@ def _cut(intervention, config, recurrent, caches, memory):
     return jnp.stack(states(carry)), memory
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+@partial(jax.jit, static_argnums=(0, 1))
 def _pull_cut(intervention, config, start: Start, caches, state):
     carry = join(config, start.recurrent, caches)
 
@@ -270,7 +270,7 @@ def _pull_cut(intervention, config, start: Start, caches, state):
     return jax.vmap(jax.vjp(cut, start.arriving)[1])(state)[0]
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(8, 9, 10))
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(9, 10))
 def _pull_segment(config, objective, params, recurrent, caches, tokens, length, inputs, state, tails, cache_sums):
     model = rebuilt(config, params)
     B, T = tokens.shape
@@ -302,5 +302,5 @@ def _pull_segment(config, objective, params, recurrent, caches, tokens, length, 
         linear = [p for p in probes if p is not None]
         return state, tails, cache_sums, LinearProbe(*(jnp.stack(x) for x in zip(*linear, strict=True)))
 
-    *following, probes = jax.vmap(pulled)(into_hidden, state, tails, cache_sums)
+    *following, probes = jax.lax.map(lambda cotangents: pulled(*cotangents), (into_hidden, state, tails, cache_sums))
     return values, jnp.stack(layer_inputs), *following, probes._replace(residual=probes.residual[0])

@@ -126,7 +126,10 @@ def attend(
     lengths = _prefix_lengths(min(T, M), M)
 
     def over(length: int):
-        return lambda q, keys, values, positions: _attend(q, keys[:, :length], values[:, :length], positions, window)
+        # Without the checkpoint reverse mode would keep, and fill with zeros, the scores of every branch.
+        return jax.checkpoint(
+            lambda q, keys, values, positions: _attend(q, keys[:, :length], values[:, :length], positions, window)
+        )
 
     branch = jnp.searchsorted(jnp.asarray(lengths), last, side="right")
     return jax.lax.switch(branch, [over(n) for n in lengths], q, *carry, positions)
