@@ -15,7 +15,7 @@ import numpy as np
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
 
 from ports.fla.interpreter import import_fla
-from ports.references import UnusableReference
+from ports.references import UnusableReference, check_versions
 
 B, T, H, K, V = 2, 777, 4, 128, 64
 SCALE = K**-0.5
@@ -81,12 +81,14 @@ def compare(rule: str, steps: int, dtype: str) -> str:
 
 def main():
     try:
-        import_fla()
+        check_versions("torch")
         import torch
+
+        if not torch.cuda.is_available():
+            sys.exit("fla's chunked kernels need a GPU, and torch finds none here")
+        import_fla()
     except UnusableReference as error:
         sys.exit(str(error))
-    if not torch.cuda.is_available():
-        sys.exit("fla's chunked kernels need a GPU, and torch finds none here")
     print(f"{torch.cuda.get_device_name()}: B={B} T={T} H={H} K={K} V={V}; relative errors of o and of S")
     cases = [("gated delta rule", 1), ("delta rule", 1), *(("gated delta product", n) for n in (1, 2, 3))]
     for rule, steps in cases:
