@@ -3,6 +3,7 @@
 Every pair of options of a layer's family stands together in some case. All sizes of a case differ, V is not K.
 """
 
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -212,3 +213,9 @@ def model_inputs(model: Model) -> tuple[np.ndarray, np.ndarray | None]:
     T = sum(model.splits)
     tokens = np.random.default_rng(2).integers(0, model.config["vocab_size"], (BATCH, T))
     return tokens, None if model.padding is None else np.arange(T) >= np.array(model.padding)[:, None]
+
+
+def read_arrays(file: Path) -> dict[str, np.ndarray]:
+    """The arrays of a .npz file, which is closed again."""
+    with np.load(file) as arrays:
+        return dict(arrays)
