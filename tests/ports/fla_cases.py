@@ -1,8 +1,9 @@
 """What is compared with flash-linear-attention: sizes and options, read by the tests and by the process that runs fla.
 
-Every pair of options of a layer's family stands together in some case. All sizes of a case differ, V is not K.
+Every pair of options of a layer's family stands together in some case; V is never K.
 """
 
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -131,17 +132,19 @@ LAYERS = {
     "product of 2, decay, negative, conv": gated_deltaproduct(2, True, True, True, False),
     "product of 3, decay, negative, gate": gated_deltaproduct(3, True, True, False, True),
     "product of 2, gate": gated_deltaproduct(2, False, False, False, True),
-    "product of 3, conv": gated_deltaproduct(3, False, False, True, False),
-    "product of 1, negative": gated_deltaproduct(1, False, True, False, False),
+    "product of 3, 2 value heads a key head, conv": gated_deltaproduct(3, False, False, True, False, 4),
+    "product of 1, 2 value heads a key head, negative": gated_deltaproduct(1, False, True, False, False, 4),
     "product of 2, negative, conv, gate": gated_deltaproduct(2, False, True, True, True),
     "product of 2, 2 value heads a key head, decay, conv, gate": gated_deltaproduct(2, True, False, True, True, 4),
     "product of 2, padding": gated_deltaproduct(2, True, True, True, True, padding=(2, 0)),
     "delta, beta, l2 silu, conv": delta_net(True, False, False, "l2", "silu", True),
-    "delta, gate, sum silu": delta_net(False, False, True, "sum", "silu", False),
+    "delta, negative, gate, sum silu": delta_net(False, True, True, "sum", "silu", False),
     "delta, beta, gate, l2 relu, conv": delta_net(True, False, True, "l2", "relu", True),
     "delta, beta, negative, sum elu, conv": delta_net(True, True, False, "sum", "elu", True),
     "delta, l2 identity, conv": delta_net(False, False, False, "l2", "identity", True),
     "delta, beta, gate, l2 elu": delta_net(True, False, True, "l2", "elu", False),
+    "delta, negative, gate, l2 relu": delta_net(False, True, True, "l2", "relu", False),
+    "delta, sum elu, conv": delta_net(False, False, False, "sum", "elu", True),
     "delta, beta, sum relu": delta_net(True, False, False, "sum", "relu", False),
     "delta, beta, negative, gate, sum identity": delta_net(True, True, True, "sum", "identity", False),
 }
@@ -212,3 +215,9 @@ def model_inputs(model: Model) -> tuple[np.ndarray, np.ndarray | None]:
     T = sum(model.splits)
     tokens = np.random.default_rng(2).integers(0, model.config["vocab_size"], (BATCH, T))
     return tokens, None if model.padding is None else np.arange(T) >= np.array(model.padding)[:, None]
+
+
+def read_arrays(file: Path) -> dict[str, np.ndarray]:
+    """The arrays of a .npz file, which is closed again."""
+    with np.load(file) as arrays:
+        return dict(arrays)

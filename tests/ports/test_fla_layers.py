@@ -7,7 +7,7 @@ from flax import nnx
 
 from ports.compare import relative_error
 from ports.fla.conversion import layer_config, to_fla, to_jaxdelta
-from tests.ports.fla_cases import LAYER_SEGMENTS, LAYERS, layer_inputs
+from tests.ports.fla_cases import LAYER_SEGMENTS, LAYERS, layer_inputs, read_arrays
 
 BOUND = 1e-5
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for fla
 
 @pytest.fixture
 def layer_and_reference(fla_layers, case):
-    options, expected = LAYERS[case], np.load(fla_layers / f"{case}.npz")
+    options, expected = LAYERS[case], read_arrays(fla_layers / f"{case}.npz")
     tensors = {name.removeprefix("weight "): expected[name] for name in expected if name.startswith("weight ")}
     return to_jaxdelta(layer_config(options.family, options.options), tensors), tensors, expected
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 import jaxdelta as jd
 from ports.compare import carry_arrays, relative_error
 from tests.ports.conftest import FlaProcess
-from tests.ports.fla_cases import MODELS, model_inputs
+from tests.ports.fla_cases import MODELS, model_inputs, read_arrays
 
 LOGITS = 2e-5
 STATES = 2e-5
@@ -31,7 +31,7 @@ def segments(model, case):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_carried_arrays_after_every_segment(fla_models, name):
-    case, expected = MODELS[name], np.load(fla_models / f"{name}.npz")
+    case, expected = MODELS[name], read_arrays(fla_models / f"{name}.npz")
     model, end = jd.load(fla_models / name), 0
     _, mask = model_inputs(case)
     for i, (logits, carry) in enumerate(segments(model, case)):
@@ -89,7 +89,7 @@ def fla_on_saved(fla_models, tmp_path_factory):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fla_gives_the_same_logits_for_a_saved_model(fla_models, fla_on_saved, name):
-    found, expected = (np.load(folder / f"{name}.npz")["0 logits"] for folder in (fla_on_saved, fla_models))
+    found, expected = (read_arrays(folder / f"{name}.npz")["0 logits"] for folder in (fla_on_saved, fla_models))
     np.testing.assert_array_equal(found, expected)
 
 

@@ -13,7 +13,7 @@ import pytest
 import jaxdelta as jd
 from jaxdelta.ops.norms import l2norm
 from ports.compare import relative_error
-from tests.ports.fla_cases import OPS, WIDE_OPS, op_inputs
+from tests.ports.fla_cases import OPS, WIDE_OPS, op_inputs, read_arrays
 
 F32 = 1e-5
 F64 = 1e-8
@@ -44,7 +44,7 @@ def inputs(op, dtype) -> list:
 @pytest.mark.parametrize("case", OPS)
 def test_outputs_and_state(fla_ops, case, form):
     o, S = jax.jit(partial(run, form, OPS[case]))(*inputs(OPS[case], jnp.float32))
-    expected = np.load(fla_ops / f"{case}.npz")
+    expected = read_arrays(fla_ops / f"{case}.npz")
     assert relative_error(o, expected["o"]) < F32
     assert relative_error(S, expected["S"]) < F32
 
@@ -56,7 +56,7 @@ def test_one_step_a_token_is_the_delta_product_of_fla(fla_ops, form):
     q, k, v, g, beta, state = inputs(op, jnp.float32)
     rule = jd.gated_delta_product if FORMS[form] is None else jd.gated_delta_product_chunked
     o, S = jax.jit(partial(rule, scale=op.scale, num_householder=1))(q, k, v, g=g, beta=beta, state=state)
-    expected = np.load(fla_ops / "product recurrent - 1.npz")
+    expected = read_arrays(fla_ops / "product recurrent - 1.npz")
     assert relative_error(o, expected["o"]) < F32
     assert relative_error(S, expected["S"]) < F32
 
@@ -65,7 +65,7 @@ def test_one_step_a_token_is_the_delta_product_of_fla(fla_ops, form):
 @pytest.mark.parametrize("case", WIDE_OPS)
 def test_outputs_and_every_gradient_in_f64(fla_ops, x64, case, form):
     op = WIDE_OPS[case]
-    expected = np.load(fla_ops / f"{case}, f64.npz")
+    expected = read_arrays(fla_ops / f"{case}, f64.npz")
     arrays = inputs(op, jnp.float64)
     weights = [op_inputs(op)[x] for x in ("weight_o", "weight_S")]
 
