@@ -11,8 +11,8 @@ from itertools import pairwise
 from ports.references import UnusableReference, check_versions
 
 
-def import_fla():
-    """fla, its kernels compiled where there is a GPU and interpreted where there is none.
+def import_fla(*, any_version: bool = False) -> dict[str, str]:
+    """Import fla, its kernels compiled where there is a GPU and interpreted where there is none; gives the versions.
 
     The attention of fla's hybrid models is that of the package flash_attn, which knows neither CPUs nor f32. Here
     :func:`attention` stands in for it: the softmax is torch's, projections, rotation and cache are fla's.
@@ -21,19 +21,19 @@ def import_fla():
         UnusableReference: see :func:`ports.references.check_versions`; or fla is blocked in this process; or triton was
             imported in it without its interpreter.
     """
-    check_versions("torch", "transformers", "flash-linear-attention", "triton")
+    packages = ("torch", "transformers", "flash-linear-attention", "triton")
+    versions = check_versions(*packages, any_version=any_version)
     if "fla" in sys.modules and sys.modules["fla"] is None:
         raise UnusableReference("fla is blocked in this process, for the sake of transformers' own delta rule; use another")
     import torch
 
     if not torch.cuda.is_available():
         _interpret_kernels()
-    import fla
     import fla.layers.attn
 
     fla.layers.attn.flash_attn_func = attention
     fla.layers.attn.flash_attn_varlen_func = attention_of_rows
-    return fla
+    return versions
 
 
 def _interpret_kernels():

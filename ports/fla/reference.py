@@ -2,7 +2,7 @@
 
 fla keeps the last W columns [B, E, W] before the convolution, for queries, keys and values apart; this library keeps W - 1
 of all three side by side, [B, W - 1, E]. A state is [B, H, K, V] there too, except in a Gated DeltaNet layer, [B, H, V, K].
-Of keys and values of windowed attention fla keeps the last ``window`` tokens alone.
+Of keys and values of windowed attention fla keeps the last ``window`` tokens alone; they are collected here as they come.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,23 +11,37 @@ from pathlib import Path
 import numpy as np
 
 from ports.fla.interpreter import import_fla
-from ports.qwen3_5.reference import Snapshot
+from ports.qwen3_5.reference import Snapshot, filled
 
 LONGEST_CALL = 64  # tokens up to which fla runs its recurrent kernels
 
 
 class Reference:
-    """A checkpoint in fla, f32 unless told otherwise."""
+    """A checkpoint in fla, f32 unless told otherwise.
 
-    def __init__(self, folder: Path, dtype: str = "float32"):
-        import_fla()
+    Attributes:
+        packages: versions of what computes, by name.
+        implementation: what computes, in words.
+        layer_kinds: "linear" or "attention", in depth order.
+
+    Raises:
+        UnusableReference: see :func:`ports.fla.interpreter.import_fla`; or tensors of the checkpoint do not fit the model.
+    """
+
+    def __init__(self, folder: Path, dtype: str = "float32", *, any_version: bool = False):
+        self.packages = import_fla(any_version=any_version)
         import torch
         import transformers
 
         self.torch = torch
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.model = filled(transformers.AutoModelForCausalLM, folder, getattr(torch, dtype))
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model.to(self.device)
+        kernels = "compiled for the GPU" if self.device == "cuda" else "in Triton's interpreter on the CPU"
+        self.implementation = f"fla's recurrent Triton kernels, {kernels}; the softmax of attention layers is torch's"
+        self.layer_kinds = tuple("attention" if hasattr(layer, "num_kv_heads") else "linear" for layer in self._layers)
+        windows = [layer.window_size for layer in self._layers if getattr(layer, "window_size", None)]
+        self._longest_call = min([LONGEST_CALL, *windows])  # so that no key leaves the cache unseen
 
     def segments(
         self, tokens: np.ndarray, splits: Sequence[int], mask: np.ndarray | None = None
@@ -38,13 +52,25 @@ class Reference:
         most 64 tokens, or token by token after it: fla knows no other.
         """
         cache, begin = None, 0
+        seen: list[list[Snapshot]] = [[] for _ in self._layers]
         for length in splits:
             logits = []
-            for T in pieces(length):
+            for T in pieces(length, self._longest_call):
                 words, cache = self._call(tokens, mask, begin, begin + T, cache)
                 logits.append(words)
                 begin += T
-            yield np.concatenate(logits, axis=1), [self._snapshot(*pair) for pair in zip(self._layers, cache, strict=True)]
+                for parts, layer, state in zip(seen, self._layers, cache, strict=True):
+                    if state["attn_state"] is not None:
+                        parts.append(attention_snapshot(layer, state, T))
+            yield (
+                np.concatenate(logits, axis=1),
+                [
+                    Snapshot(*(np.concatenate(x, axis=1) for x in zip(*parts, strict=True)))
+                    if parts
+                    else linear_snapshot(layer, state)
+                    for parts, layer, state in zip(seen, self._layers, cache, strict=True)
+                ],
+            )
 
     def run(
         self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
@@ -65,11 +91,11 @@ class Reference:
             out = self.model(words, attention_mask=attention, past_key_values=cache, use_cache=True)
         return out.logits.float().cpu().numpy(), out.past_key_values
 
-    def _snapshot(self, layer, state: dict) -> Snapshot:
-        if state["attn_state"] is not None:
-            heads = (layer.num_kv_heads, layer.head_dim)
-            return Snapshot(*(a.unflatten(-1, heads).float().cpu().numpy().copy() for a in state["attn_state"]))
-        return linear_snapshot(layer, state)
+
+def attention_snapshot(layer, state: dict, last: int) -> Snapshot:
+    """Keys and values of the ``last`` tokens from what fla's cache has of an attention layer."""
+    heads = (layer.num_kv_heads, layer.head_dim)
+    return Snapshot(*(a[:, -last:].unflatten(-1, heads).float().cpu().numpy().copy() for a in state["attn_state"]))
 
 
 def linear_snapshot(layer, state: dict) -> Snapshot:
@@ -88,6 +114,6 @@ def channels(layer) -> int:
     return sum(getattr(layer, name).out_features for name in ("q_proj", "k_proj", "v_proj"))
 
 
-def pieces(length: int) -> list[int]:
+def pieces(length: int, longest: int = LONGEST_CALL) -> list[int]:
     """``length`` tokens in calls that the recurrent kernels take."""
-    return [LONGEST_CALL] * (length // LONGEST_CALL) + [length % LONGEST_CALL] * (length % LONGEST_CALL > 0)
+    return [longest] * (length // longest) + [length % longest] * (length % longest > 0)

@@ -22,6 +22,19 @@ class Snapshot(NamedTuple):
     second: np.ndarray
 
 
+def filled(model_class, folder: Path, dtype):
+    """A model of transformers' kind, every tensor of which is in the checkpoint.
+
+    Raises:
+        UnusableReference: one is not, and would be filled with random numbers without a word.
+    """
+    model, loading = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    misfits = {kind: sorted(map(str, loading[kind])) for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
+    if misfits:
+        raise UnusableReference(f"the reference cannot fill its model from {folder}: {misfits}")
+    return model.eval()
+
+
 class Reference:
     """A checkpoint in transformers on the CPU, f32 unless told otherwise.
 
@@ -43,13 +56,7 @@ class Reference:
 
         self.torch = torch
         self.packages = check_versions("torch", "transformers", any_version=any_version)
-        model, loading = transformers.Qwen3_5ForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), output_loading_info=True
-        )
-        misfits = {kind: sorted(map(str, loading[kind])) for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
-        if misfits:
-            raise UnusableReference(f"transformers cannot fill the model from {folder}: {misfits}")
-        self.model = model.eval()
+        self.model = filled(transformers.Qwen3_5ForCausalLM, folder, getattr(torch, dtype))
         self.layer_kinds = tuple(KINDS[kind] for kind in self.model.config.layer_types)
 
     def run(
