@@ -274,12 +274,12 @@ def _pull_cut(intervention, config, start: Start, caches, state):
 def _pull_segment(config, objective, params, recurrent, caches, tokens, length, inputs, state, tails, cache_sums):
     model = rebuilt(config, params)
     B, T = tokens.shape
-    places = recurrent.position[:, None] + jnp.arange(T)
+    begin = jnp.max(recurrent.position)  # of every row whose text goes on
     is_text = jnp.arange(T) < length[:, None]
 
     def written(cache: Array) -> Array:
         """The places that this segment wrote."""
-        return jnp.take_along_axis(cache, places[..., None, None], axis=1, mode="clip")
+        return jax.lax.dynamic_slice_in_dim(cache, begin, T, axis=1)
 
     def run(S, tails, caches, probes):
         out = model(tokens, join(config, Recurrent(S, tails, recurrent.position), caches), length, probes)
@@ -302,5 +302,9 @@ def _pull_segment(config, objective, params, recurrent, caches, tokens, length, 
         linear = [p for p in probes if p is not None]
         return state, tails, cache_sums, LinearProbe(*(jnp.stack(x) for x in zip(*linear, strict=True)))
 
-    *following, probes = jax.lax.map(lambda cotangents: pulled(*cotangents), (into_hidden, state, tails, cache_sums))
+    cotangents = (into_hidden, state, tails, cache_sums)
+    if len(into_hidden) == 1:  # a loop of one turn costs a tenth more
+        *following, probes = jax.tree.map(lambda x: x[None], pulled(*jax.tree.map(lambda x: x[0], cotangents)))
+    else:
+        *following, probes = jax.lax.map(lambda one: pulled(*one), cotangents)
     return values, jnp.stack(layer_inputs), *following, probes._replace(residual=probes.residual[0])

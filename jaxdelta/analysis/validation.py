@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 import xarray as xr
 from scipy import stats
 
@@ -28,6 +29,7 @@ from jaxdelta.reverse import pull_back, record
 Kind = Literal["direction", "head_output", "head_state", "layer_output", "layer_state"]
 METRICS = ("spearman", "pearson", "precision", "sum_ratio", "cost")
 CEILING = "measured, other half"
+MEASURED = "measured"
 
 
 @dataclass(frozen=True)
@@ -220,3 +222,34 @@ def _metrics(predicted: np.ndarray, measured: np.ndarray, top: int) -> tuple[flo
     cost = max(order.index(unit) for unit in true) + 1
     total = measured.sum()
     return spearman, pearson, hit, predicted.sum() / total if total else np.nan, float(cost)
+
+
+def to_rows(comparisons: Sequence[Comparison], documents: Sequence[str]) -> pa.Table:
+    """One row an effect in nats: kind, layer, head, direction (null where the unit is wider), document, estimator."""
+    rows = []
+    for comparison in comparisons:
+        named = {MEASURED: comparison.measured} | comparison.predicted
+        for estimator, effects in named.items():
+            for document, values in zip(documents, effects, strict=True):
+                for unit, value in zip(comparison.units, values, strict=True):
+                    layer, head, direction = (*unit, None, None)[:3]
+                    rows.append((comparison.kind, layer, head, direction, document, estimator, float(value)))
+    names = ("kind", "layer", "head", "direction", "document", "estimator", "effect")
+    types = (pa.string(), pa.int32(), pa.int32(), pa.int32(), pa.string(), pa.string(), pa.float64())
+    columns = zip(*rows, strict=True)
+    return pa.table({n: pa.array(x, t) for n, x, t in zip(names, columns, types, strict=True)})
+
+
+def from_rows(rows: pa.Table) -> list[Comparison]:
+    """The comparisons of :func:`to_rows`, of all documents of the rows together."""
+    found: dict[str, dict[str, dict[str, dict[tuple[int, ...], float]]]] = {}
+    for row in rows.to_pylist():
+        unit = tuple(row[name] for name in ("layer", "head", "direction") if row[name] is not None)
+        of_kind = found.setdefault(row["kind"], {}).setdefault(row["estimator"], {})
+        of_kind.setdefault(row["document"], {})[unit] = row["effect"]
+    comparisons = []
+    for kind, estimators_of in found.items():
+        effects = {e: np.array([list(units.values()) for units in d.values()]) for e, d in estimators_of.items()}
+        units = list(next(iter(estimators_of[MEASURED].values())))
+        comparisons.append(Comparison(kind, units, effects.pop(MEASURED), effects))
+    return comparisons

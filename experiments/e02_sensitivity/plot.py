@@ -1,0 +1,32 @@
+"""Figures and the validation table of ``run.py``, from its files alone: ``python -m experiments.e02_sensitivity.plot``."""
+
+import argparse
+from pathlib import Path
+
+import pyarrow.parquet as pa_parquet
+import xarray as xr
+from rich.console import Console
+
+from experiments.e02_sensitivity.run import FOLDER
+from jaxdelta.analysis import validation
+from jaxdelta.report import sensitivity as report
+
+
+def main() -> None:
+    top = argparse.ArgumentParser(description=__doc__)
+    top.add_argument("--out", type=Path, default=FOLDER)
+    folder = top.parse_args().out
+    maps = xr.open_zarr(folder / "maps" / "maps.zarr", consolidated=False).load()
+    compared = validation.from_rows(pa_parquet.read_table(folder / "effects" / "rows.parquet"))
+    scores = [s for comparison in compared for s in validation.scores(comparison)]
+    console = Console(width=110)
+    for comparison in compared:
+        console.print(report.score_table([s for s in scores if s.kind == comparison.kind], comparison))
+    console.print(report.head_table(maps, trust=report.trust_line(scores)))
+    report.write_scores(scores, folder)
+    for file in report.write_figures(folder, maps, compared, scores):
+        console.print(str(file))
+
+
+if __name__ == "__main__":
+    main()
