@@ -73,6 +73,7 @@ def sensitivity_command(arguments: argparse.Namespace, console: Console) -> None
             samples=arguments.samples,
             seed=arguments.seed,
             intervention=None if arguments.rank is None else Truncate(arguments.rank),
+            frozen_basis=arguments.frozen_basis,
             out=out,
             name=arguments.model,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
@@ -191,6 +192,9 @@ def parser() -> argparse.ArgumentParser:
     maps.add_argument("--samples", type=int, default=8, help="labels drawn for the Fisher part; default: 8")
     maps.add_argument("--seed", type=int, default=0, help="of the labels; default: 0")
     maps.add_argument("--rank", type=int, help="cut every state to this rank at every boundary, and derive through the cut")
+    maps.add_argument(
+        "--frozen-basis", action="store_true", help="with --rank: take the kept directions for constants in the derivative"
+    )
     maps.add_argument("--validate", action="store_true", help="measure removals on the same tokens")
     maps.add_argument(
         "--directions", type=int, default=128, help="directions measured, drawn at random; 0: all; default: 128"

@@ -85,6 +85,13 @@ class Truncate:
         basis = basis if method == "subspace" else basis[..., :0]  # the exact methods start from nothing
         return replace(self, method=method, max_rank=max_rank), TruncateMemory(jnp.asarray(rank), basis)
 
+    def frozen(self, S: Array, memory: TruncateMemory) -> Array:
+        """The cut of states [L, B, H, K, V] with its directions as constants: of this the frozen-basis derivative is."""
+        U = jax.lax.stop_gradient(low_rank.left_directions(S))
+        kept = U * (jnp.arange(U.shape[-1]) < memory.rank[..., None])[..., None, :]
+        cut = jnp.einsum("...ki,...ji,...jv->...kv", kept, kept, S, precision=HIGHEST)
+        return jnp.where((memory.rank == min(S.shape[-2:]))[..., None, None], S, cut)
+
     def __call__(self, carry: Carry, memory: TruncateMemory) -> tuple[Carry, TruncateMemory, TruncateRecord]:
         S = jnp.stack(states(carry))  # one call: several batched LAPACK calls in one program can deadlock a CPU
         cut = low_rank.truncation(S, memory.rank, method=self.method, max_rank=self.max_rank, basis=memory.basis)

@@ -109,7 +109,7 @@ class Results:
 
         def write(unfinished: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
-            data.to_zarr(unfinished, mode="w", consolidated=False, zarr_format=3)
+            data.to_zarr(unfinished, mode="w", consolidated=False, zarr_format=2)  # 3 has no strings yet
 
         self._write(folder, write)
 

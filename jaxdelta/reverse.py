@@ -151,11 +151,18 @@ def record(
 
 
 def pull_back(
-    model: Decoder, tape: Tape, objective: Objective, inputs: Callable[[int], Any], *, cotangents: int
+    model: Decoder,
+    tape: Tape,
+    objective: Objective,
+    inputs: Callable[[int], Any],
+    *,
+    cotangents: int,
+    frozen_basis: bool = False,
 ) -> Iterator[Pulled]:
     """Derivatives of R = ``cotangents`` sums over tokens, segment by segment, the last first.
 
-    ``inputs(index)`` gives the arrays that ``objective`` takes in that segment.
+    ``inputs(index)`` gives the arrays that ``objective`` takes in that segment. ``frozen_basis`` takes the directions that
+    a truncation keeps for constants, which leaves out how they turn.
 
     Raises:
         NonFiniteError: a NaN or an infinity in a derivative, with its layer, head and boundary.
@@ -176,7 +183,7 @@ def pull_back(
         check_finite(config, np.asarray(jnp.isfinite(state).all(axis=(0, -2, -1))), "the derivative", index - 1)
         yield Pulled(index, values, state, *probes, layer_inputs)
         if start.arriving is not None:
-            state = _pull_cut(tape.intervention, config, start, tape.caches, state)
+            state = _pull_cut(tape.intervention, config, start, tape.caches, state, frozen_basis)
 
 
 def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> Tape:
@@ -260,11 +267,13 @@ def _cut(intervention, config, recurrent, caches, memory):
     return jnp.stack(states(carry)), memory
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _pull_cut(intervention, config, start: Start, caches, state):
+@partial(jax.jit, static_argnums=(0, 1, 5))
+def _pull_cut(intervention, config, start: Start, caches, state, frozen_basis: bool):
     carry = join(config, start.recurrent, caches)
 
     def cut(S):
+        if frozen_basis:
+            return intervention.frozen(S, start.memory)
         return jnp.stack(states(intervention(with_states(carry, list(S)), start.memory)[0]))
 
     return jax.vmap(jax.vjp(cut, start.arriving)[1])(state)[0]

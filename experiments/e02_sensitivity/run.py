@@ -1,15 +1,15 @@
 """Which estimate of a removal's effect can be trusted, and for what?
 
 For the embedded held-out documents: sensitivity maps of the control model, then measured removals on the same tokens, of
-directions of one boundary's states (128 drawn at random, the same in every document), of every head's output and state, and
+directions of one boundary's states (96 drawn at random, the same in every document), of every head's output and state, and
 of layers. Besides first order and Fisher, the dearer estimates are made for the directions.
 
     python -m experiments.e02_sensitivity.run            WALL_TIME on 2 CPU cores; continues where it was killed
     python -m experiments.e02_sensitivity.plot           reads only what the run wrote
 
 Expected at a model that fits its text: first order alone ranks badly, its size and the Fisher part better, and integrated
-gradients agree with the measurement at eight times the cost of one. The control model has 8 layers and 2 million parameters
-and is far from converged, so first order may carry more than that.
+gradients agree with the measurement at the cost of several gradients for each direction. The control model has 8 layers
+and 2 million parameters and is far from converged, so first order may carry more than that.
 """
 
 import argparse
@@ -29,9 +29,10 @@ FOLDER = Path("results") / "e02_sensitivity"
 def main() -> None:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--model", default="control")
-    top.add_argument("--tokens", type=int, default=2048, help="of each document; default: 2048")
+    top.add_argument("--tokens", type=int, default=1536, help="of each document; default: 1536")
     top.add_argument("--samples", type=int, default=16)
-    top.add_argument("--directions", type=int, default=128)
+    top.add_argument("--directions", type=int, default=96)
+    top.add_argument("--steps", type=int, default=4, help="midpoints of integrated gradients; default: 4")
     top.add_argument("--out", type=Path, default=FOLDER)
     arguments = top.parse_args()
 
@@ -46,6 +47,7 @@ def main() -> None:
         "samples": arguments.samples,
         "directions": arguments.directions,
         "boundary": boundary,
+        "steps": arguments.steps,
     }
     results = Results(arguments.out / "effects", configuration, {})
     for index, document in track(list(enumerate(documents)), description="measuring"):
@@ -57,6 +59,7 @@ def main() -> None:
                 directions=arguments.directions,
                 boundary=boundary,
                 dear=True,
+                steps=arguments.steps,
             )
             results.write_part(index, validation.to_rows(compared, [document.name]))
     results.finish(len(documents))

@@ -32,10 +32,10 @@ from jaxtyping import Array, Float
 
 from jaxdelta.checkpoints import parameters_sha256
 from jaxdelta.dims import HIGHEST, Matrices, Tokens
-from jaxdelta.interventions import Intervention
+from jaxdelta.interventions import Intervention, Truncate
 from jaxdelta.memory import reverse_fits
 from jaxdelta.models.decoder import Decoder
-from jaxdelta.ops.low_rank import left_directions
+from jaxdelta.ops.low_rank import has_gap, left_directions
 from jaxdelta.results import Results
 from jaxdelta.reverse import Pulled, Tape, pull_back, record
 from jaxdelta.segments import NonFiniteError, check_tokens, chosen_logits, log_normalizer, over_words
@@ -113,6 +113,7 @@ def sensitivity(
     samples: int = 8,
     seed: int = 0,
     intervention: Intervention | None = None,
+    frozen_basis: bool = False,
     max_length: int | None = None,
     on_host: bool = False,
     names: Sequence[str] | None = None,
@@ -130,6 +131,7 @@ def sensitivity(
         samples: labels drawn for the Fisher part; 0 leaves it out, and effects are of first order.
         seed: of the labels.
         intervention: at every boundary; derivatives go through it, the exact one of a truncation among them.
+        frozen_basis: take the directions that a truncation keeps for constants instead: not the derivative of the loss.
         max_length: places of the key/value cache; calls with the same share a compiled program.
         on_host: keep the boundaries' states in the host's memory.
         names: of the documents.
@@ -140,8 +142,9 @@ def sensitivity(
         (document, token, layer, head) ``beta`` (with a ``step`` where n_h > 1) and ``log_decay``: dL/dbeta and dL/dg; over
         (document, segment or boundary, layer, head) ``head_output`` and ``head_state``, derivatives of gates on a head's
         output after its norm and on its carried state. ``*_sample`` hold the summed loss's derivative for each sampled
-        label. Boundaries are the tokens seen; ``layer`` counts linear layers, ``model_layer`` stands beside it. NaN where
-        a document has ended.
+        label. With a truncation, ``without_gap`` counts the states at a boundary whose exact derivative does not exist, and
+        is taken without the directions' turning. Boundaries are the tokens seen; ``layer`` counts linear layers,
+        ``model_layer`` stands beside it. NaN where a document has ended.
 
     Raises:
         ValueError: no token is scored, a document is too short, or an argument is out of range.
@@ -151,6 +154,8 @@ def sensitivity(
     if samples < 0:
         raise ValueError(f"samples is {samples}; expected at least 0")
     drawn = 0 if isinstance(loss, LogitDifference) else samples
+    if frozen_basis and not isinstance(intervention, Truncate):
+        raise ValueError("frozen_basis is for a truncation, whose directions turn with the state; there is none")
     if loss == "kl" and not drawn:
         raise ValueError("the first order of the KL divergence is identically zero; it needs samples of at least 1")
     tape = record(
@@ -165,10 +170,13 @@ def sensitivity(
     )
     objective, inputs = objective_of(loss, tape, scored, drawn, seed)
     collected = _Collected(model, tape, drawn)
-    for pulled in pull_back(model, tape, objective, inputs, cotangents=1 + drawn):
+    for pulled in pull_back(model, tape, objective, inputs, cotangents=1 + drawn, frozen_basis=frozen_basis):
         collected.add(pulled)
         after_segment(2 * len(tape.starts) - 1 - pulled.index)
-    return _dataset(model, tape, collected, scored.sum(axis=1), loss, names)
+    maps = _dataset(model, tape, collected, scored.sum(axis=1), loss, names)
+    if isinstance(intervention, Truncate):
+        maps.attrs["derivative"] = "frozen basis" if frozen_basis else "exact"
+    return maps
 
 
 def sensitivity_maps(
@@ -180,6 +188,7 @@ def sensitivity_maps(
     samples: int = 8,
     seed: int = 0,
     intervention: Intervention | None = None,
+    frozen_basis: bool = False,
     out: Path | str | None = None,
     name: str = "model",
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -209,6 +218,7 @@ def sensitivity_maps(
         samples=samples,
         seed=seed,
         intervention=None if intervention is None else repr(intervention),
+        frozen_basis=frozen_basis,
     )
     results = None if out is None else Results(Path(out), configuration, {})
     counts = [-(-len(d.tokens) // segment) for d in documents]
@@ -225,6 +235,7 @@ def sensitivity_maps(
                     samples=samples,
                     seed=seed,
                     intervention=intervention,
+                    frozen_basis=frozen_basis,
                     max_length=max(counts) * segment,
                     on_host=on_host,
                     names=[document.name],
@@ -301,7 +312,9 @@ def objective_of(loss: Loss, tape: Tape, scored: np.ndarray, samples: int, seed:
         return _LogitDifferenceObjective(), inputs
 
     def inputs(index: int) -> NextTokenInputs:
-        uniforms = jax.random.uniform(jax.random.fold_in(jax.random.key(seed), index), (samples, B, size))
+        shape = samples, B, size
+        key = jax.random.fold_in(jax.random.key(seed), index) if samples else None
+        uniforms = np.zeros(shape, np.float32) if key is None else jax.random.uniform(key, shape)
         return NextTokenInputs(part(tape.tokens[:, 1:], index), part(mask, index), total, uniforms)
 
     return NextToken(), inputs
@@ -360,6 +373,10 @@ class _Collected:
         if pulled.index:
             S = jnp.asarray(self.tape.starts[pulled.index].recurrent.S)
             part["sigma"], part["gate"] = gates(S, pulled.state)
+            arriving, cut = self.tape.starts[pulled.index].arriving, self.tape.intervention
+            if isinstance(cut, Truncate):
+                rank = self.tape.starts[pulled.index].memory.rank
+                part["without_gap"] = jnp.sum(~has_gap(arriving, rank) & (rank < min(S.shape[-2:])), axis=(0, 2))
             part["head_state"] = jnp.einsum("lbhkv,rlbhkv->rlbh", S, pulled.state, precision=HIGHEST)
         self._flush()
         self._waiting = part
@@ -429,6 +446,8 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
             found[stem + "effect"] = (dims, (-first + 0.5 * fisher).astype(first.dtype))
         else:
             found[stem + "effect"] = (dims, -first)
+    if isinstance(tape.intervention, Truncate):
+        found["without_gap"] = (("document", "boundary"), at(continues, collected.stacked("without_gap").T))
     coords = {
         "document": list(names) if names is not None else np.arange(B),
         "boundary": boundaries,

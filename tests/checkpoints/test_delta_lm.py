@@ -219,7 +219,11 @@ def test_attention_layers_may_have_sizes_of_their_own():
         ("delta_net", dict(attn=[ATTENTION, ATTENTION]), "different layers from 0 to 2"),
         ("delta_net", dict(attn=ATTENTION | {"num_heads": 3}), "attn with 3 heads for a width of 40"),
         ("delta_net", dict(attn=ATTENTION | {"num_heads": 0}), "attn with 0 heads"),
-        ("delta_net", dict(attn=ATTENTION | {"num_heads": 8}), "5 entries rotate; expected an even number up to head_dim = 5"),
+        (
+            "delta_net",
+            dict(attn=ATTENTION | {"num_heads": 8}),
+            "5 entries rotate; expected an even number up to head_dim = 5",
+        ),
         ("delta_net", dict(attn=ATTENTION | {"num_kv_heads": 3}), "no multiple of key/value heads"),
         ("delta_net", dict(attn=ATTENTION | {"window_size": 0}), "window is 0"),
     ],
