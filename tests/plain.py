@@ -1,0 +1,121 @@
+"""Small f64 models, and their loss worked out by hand: ``jd.forward`` a segment at a time, and a softmax in numpy.
+
+Call with f64 switched on. Nothing of reverse mode is used here, so that its derivatives have something to be held against.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxdelta as jd
+from jaxdelta.models import build
+
+SEGMENT = 5
+EPS = 1e-5  # of central differences; in f64 both their errors are below 1e-9
+QWEN = jd.Qwen3_5Config.tiny(
+    vocab_size=17,
+    width=14,
+    mlp_width=19,
+    layer_kinds=("linear", "attention", "linear"),
+    num_key_heads=1,
+    num_value_heads=2,
+    key_dim=5,
+    value_dim=3,
+    conv_width=3,
+    num_query_heads=2,
+    num_kv_heads=1,
+    head_dim=6,
+    rotary_dim=4,
+)
+PRODUCT = jd.DeltaLMConfig.tiny(  # n_h = 2, and K < V
+    vocab_size=13,
+    width=12,
+    mlp_width=11,
+    layer_kinds=("linear", "attention"),
+    num_key_heads=2,
+    num_value_heads=2,
+    key_dim=3,
+    value_dim=4,
+    attention=(jd.AttentionSizes(num_query_heads=2, num_kv_heads=1, head_dim=4),),
+)
+DECAYS = (-5.0, -0.05, -1e-12, -0.5)  # of head after head; with the weights of ``in_a`` this varies from token to token
+
+# layer, head, then matrices
+Change = Callable[[int, jax.Array], jax.Array]
+
+
+def fresh(config, seed: int = 0) -> jd.Decoder:
+    """A model of one's own, all of it f64; decays from strong to none, states and logits of order one."""
+    rng = np.random.default_rng(seed)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: build(config, dtype=jnp.float64)))
+    offset = nnx.merge(graphdef, state).NORM_OFFSET
+    decays = iter(np.tile(DECAYS, 3))
+
+    def random(path, leaf):
+        name, noise = path[-1], rng.standard_normal(leaf.shape)
+        if name == "dt_bias":
+            return np.log(np.expm1([-next(decays) for _ in noise]))
+        if name == "A_log":
+            return 0 * noise
+        middle = 1.0 if name == "norm" else 1 - offset if name.endswith("_norm") else 0.0
+        return middle + noise * (0.3 if leaf.ndim == 1 else leaf.shape[-1] ** -0.5)
+
+    leaves = [(path, leaf.replace(jnp.asarray(random(path, leaf)))) for path, leaf in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+
+
+@cache
+def model(config=QWEN) -> jd.Decoder:
+    """As :func:`fresh`; not to be changed."""
+    return fresh(config)
+
+
+def linear_layers(model: jd.Decoder) -> list:
+    """The linear layers in depth order."""
+    return [model.layers[i] for i in model.config.linear_layers]
+
+
+def tokens(length: int, seed: int = 0, words: int = 13) -> np.ndarray:
+    """A random text."""
+    return np.random.default_rng(seed).integers(0, words, length)
+
+
+def logits(model: jd.Decoder, text: np.ndarray, change: Change = lambda boundary, S: S, worlds: int = 1) -> np.ndarray:
+    """Logits [worlds, N, Y] of a text in several worlds; ``change(boundary, S)`` gives the states [L, worlds, H, K, V]."""
+    carry, found = jd.init_carry(model, worlds, max_length=40), []
+    padded = np.pad(text, (0, -len(text) % SEGMENT))  # one shape, one program; what comes later changes nothing
+    rows = np.repeat(padded[None], worlds, axis=0)
+    for begin in range(0, len(text), SEGMENT):
+        if begin:
+            S = change(begin // SEGMENT - 1, jnp.stack(jd.states(carry)))
+            carry = jd.with_states(carry, list(S))
+        out, carry = jd.forward(model, rows[:, begin : begin + SEGMENT], carry)
+        found.append(np.asarray(out))
+    return np.concatenate(found, axis=1)[:, : len(text)]
+
+
+def log_softmax(z: np.ndarray) -> np.ndarray:
+    z = z - z.max(axis=-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+def losses(z: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """Nats [worlds, N - 1] of each token given those before it, from logits."""
+    return -np.take_along_axis(log_softmax(z[:, :-1]), np.asarray(text)[None, 1:, None], axis=-1)[..., 0]
+
+
+def states(model: jd.Decoder, text: np.ndarray) -> np.ndarray:
+    """S [boundaries, L, H, K, V] of the untouched text."""
+    found = {}
+    logits(model, text, lambda boundary, S: found.setdefault(boundary, S))
+    return np.stack([np.asarray(found[b])[:, 0] for b in sorted(found)])
+
+
+def term(S: np.ndarray, direction: int) -> np.ndarray:
+    """sigma u v^T of one singular direction of a matrix, by LAPACK."""
+    U, sigma, W = np.linalg.svd(S, full_matrices=False)
+    return sigma[direction] * np.outer(U[:, direction], W[direction])
