@@ -415,15 +415,18 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
         x = x.reshape(B, segments * size, steps, *x.shape[3:])
         return at(is_token, np.moveaxis(x, 2, -1))[:, : tape.lengths.max()]
 
+    def first_order(x: np.ndarray) -> np.ndarray:
+        return np.where(np.isnan(x), np.nan, 0.0).astype(x.dtype) if loss == "kl" else x
+
     sigma = at(continues, np.moveaxis(collected.stacked("sigma"), (0, 1, 2), (1, 2, 0)))
     where = ("document", "boundary", "layer", "head")
     found: dict[str, tuple] = {
         "sigma": ((*where, "direction"), sigma),
         "loss": (("document",), collected.stacked("values").sum(axis=(0, 2), dtype=np.float64) / count),
         "scored": (("document",), count),
-        "log_decay": (("document", "token", "layer", "head"), by_token("g", 1)[..., 0]),
+        "log_decay": (("document", "token", "layer", "head"), first_order(by_token("g", 1)[..., 0])),
     }
-    beta = by_token("beta", c.num_householder)
+    beta = first_order(by_token("beta", c.num_householder))
     several = c.num_householder > 1
     dims = ("document", "token", "layer", "head")
     found["beta"] = ((*dims, "step"), beta) if several else (dims, beta[..., 0])
@@ -434,8 +437,7 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
         ("head_output", ("document", "segment", "layer", "head"), begun),
     ):
         first, drawn = by_sample(name, valid)
-        if loss == "kl":
-            first = np.where(np.isnan(first), np.nan, 0.0).astype(first.dtype)
+        first = first_order(first)
         found[name] = (dims, first)
         stem = {"gate": "", "head_state": "head_state_", "head_output": "head_output_"}[name]
         if samples:
