@@ -158,6 +158,9 @@ def sensitivity(
         raise ValueError("frozen_basis is for a truncation, whose directions turn with the state; there is none")
     if loss == "kl" and not drawn:
         raise ValueError("the first order of the KL divergence is identically zero; it needs samples of at least 1")
+    if isinstance(loss, LogitDifference):
+        for words in (loss.words, loss.others):
+            check_tokens(np.asarray(words), model.config.vocab_size)
     tape = record(
         model,
         tokens,
