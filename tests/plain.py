@@ -3,7 +3,7 @@
 Call with f64 switched on. Nothing of reverse mode is used here, so that its derivatives have something to be held against.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import jax
@@ -119,3 +119,36 @@ def term(S: np.ndarray, direction: int) -> np.ndarray:
     """sigma u v^T of one singular direction of a matrix, by LAPACK."""
     U, sigma, W = np.linalg.svd(S, full_matrices=False)
     return sigma[direction] * np.outer(U[:, direction], W[direction])
+
+
+Pick = tuple[int, int, int, int | None]  # boundary, layer, head, direction; None is the whole state
+
+
+def removed(picks: Sequence[Pick], share: np.ndarray | float = 1.0) -> Change:
+    """A world for each pick, in which ``share`` of a direction of that state is taken away."""
+    shares = np.broadcast_to(share, len(picks))
+
+    def change(boundary, S):
+        S = np.array(S)
+        for world, (at, layer, head, direction) in enumerate(picks):
+            if at == boundary:
+                M = S[layer, world, head]
+                S[layer, world, head] = M - shares[world] * (M if direction is None else term(M, direction))
+        return jnp.asarray(S)
+
+    return change
+
+
+def nudged(model: jd.Decoder, text: np.ndarray, picks: Sequence[Pick]) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [picks, N, Y] with the gate of each pick at 1 + EPS, and at 1 - EPS."""
+    z = logits(model, text, removed([*picks, *picks], np.repeat([-EPS, EPS], len(picks))), 2 * len(picks))
+    return z[: len(picks)], z[len(picks) :]
+
+
+def fisher(model: jd.Decoder, text: np.ndarray, picks: Sequence[Pick], scored: np.ndarray) -> np.ndarray:
+    """E[(d sum_t l_t(y_t) / d gate)^2] / N of each pick, every word of the vocabulary summed over, token by token."""
+    high, low = nudged(model, text, picks)
+    dz = ((high - low) / (2 * EPS))[:, :-1]
+    p = np.exp(log_softmax(logits(model, text, worlds=2 * len(picks))[:1, :-1]))
+    score = (p * dz).sum(axis=-1, keepdims=True) - dz  # of each word as the label
+    return ((p * score**2).sum(axis=-1) * scored).sum(axis=-1) / scored.sum()
