@@ -248,22 +248,23 @@ def test_texts_of_one_cache_share_a_program_however_many_their_segments(net):
     assert reverse._pull_segment._cache_size() == programs
 
 
-def test_memory_of_a_segment_grows_with_the_cache_alone(net):
+def test_memory_of_a_segment_grows_with_the_cache_alone():
     """Temporary memory at a cache of 25 places and of 400: at most six copies of it, keys and values, in f64."""
-    lengths, more = np.array([SEGMENT]), 375
-    arguments = []
-    for places in (COUNT * SEGMENT, COUNT * SEGMENT + more):
-        tape = record(net, TOKENS[:1], lengths=lengths, segment=SEGMENT, max_length=places)
-        (start,) = tape.starts
-        S, tails = start.recurrent.S[None], jax.tree.map(lambda x: x[None], start.recurrent.tails)
-        w = of_segment(weights(net)[:1, :1], 0)
-        sums = jax.tree.map(lambda x: x[None], tape.caches)
-        here = net.config, Readouts(), nnx.state(net), start.recurrent, tape.caches, TOKENS[:1, :SEGMENT].astype(np.int32)
-        arguments.append((*here, lengths.astype(np.int32), w, S, tails, sums))
-    few, many = (reverse._pull_segment.lower(*x).compile().memory_analysis().temp_size_in_bytes for x in arguments)
-    place = 2 * net.config.num_kv_heads * net.config.head_dim * 8
-    scores = SEGMENT * net.config.num_query_heads * 8
-    assert many - few <= 6 * more * (place + scores)
+    net, (few, many) = plain.model(plain.PRODUCT), (COUNT * SEGMENT, 400)
+
+    def temporary(places: int) -> int:
+        tape = record(net, TOKENS[:1, :SEGMENT], lengths=np.array([SEGMENT]), segment=SEGMENT, max_length=places)
+        at = tape.starts[0].recurrent
+        S, tails, sums = jax.tree.map(lambda x: x[None], (at.S, at.tails, tape.caches))
+        here, length, w = tape.tokens[:, :SEGMENT], np.array([SEGMENT], np.int32), of_segment(weights(net)[:1, :1], 0)
+        lowered = reverse._pull_segment.lower(
+            net.config, Readouts(), nnx.state(net), at, tape.caches, here, length, w, S, tails, sums
+        )
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    (sizes,) = net.config.attention_sizes
+    place = 2 * sizes.num_kv_heads * sizes.head_dim * 8 + SEGMENT * sizes.num_query_heads * 8  # and its scores
+    assert temporary(many) - temporary(few) <= 6 * (many - few) * place
 
 
 # Worlds that branch off
@@ -362,7 +363,7 @@ def test_derivatives_through_a_truncation_are_central_differences_of_the_loss(ne
     text, tape, pulled = cut_text
     start, into = tape.starts[boundary + 1], pulled[boundary + 1].state
     if ahead:
-        into = reverse._pull_cut(tape.intervention, net.config, start, tape.caches, into)
+        into = reverse._pull_cut(tape.intervention, net.config, start, tape.caches, into, False)
     sigma = np.linalg.svd(start.arriving, compute_uv=False)
     gap = (sigma[..., 1] - sigma[..., 2])[..., None, None]  # that the cut needs: pushes are small beside it
     rng = np.random.default_rng(boundary)
@@ -375,6 +376,17 @@ def test_derivatives_through_a_truncation_are_central_differences_of_the_loss(ne
         expected = (high - low) / (2 * EPS)
         assert abs(expected) > 1e-5
         np.testing.assert_allclose(np.sum(into[0] * push), expected, rtol=1e-5)
+
+
+def test_a_frozen_basis_leaves_out_how_the_directions_turn(net, cut_text):
+    """U_r U_r^T of the derivative after the cut."""
+    _, tape, pulled = cut_text
+    start, into = tape.starts[3], pulled[3].state
+    found = reverse._pull_cut(tape.intervention, net.config, start, tape.caches, into, True)
+    U = np.linalg.svd(start.arriving)[0][..., :2]
+    np.testing.assert_allclose(found[0], U @ np.swapaxes(U, -1, -2) @ into[0], rtol=1e-6, atol=1e-10)
+    exact = reverse._pull_cut(tape.intervention, net.config, start, tape.caches, into, False)
+    assert np.abs(found - exact).max() > 1e-3 * np.abs(exact).max()
 
 
 def test_the_recorded_run_is_the_truncated_one(net, cut_text):
