@@ -19,7 +19,7 @@ from jaxdelta.analysis.sensitivity import (
     tail_fisher,
     tail_gate,
 )
-from jaxdelta.interventions import Zero
+from jaxdelta.interventions import Truncate, Zero
 from jaxdelta.ops.low_rank import left_directions
 from jaxdelta.segments import log_normalizer
 from tests import plain
@@ -268,6 +268,21 @@ def test_forgotten_states_have_no_gates():
     for name in ("sigma", "gate", "head_state", "effect"):
         assert (x[name] == 0).all(), name
     assert np.isfinite(x.beta).all() and (x.beta != 0).any()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["exact", "frozen basis"])
+def test_a_head_that_writes_nothing_has_no_gates_and_no_gap_where_it_is_cut(frozen):
+    model, (head, V) = plain.fresh(QWEN), (1, QWEN.value_dim)
+    values = slice(2 * QWEN.num_key_heads * QWEN.key_dim + head * V, None)
+    weight = plain.linear_layers(model)[1].mixer.in_qkv
+    weight[...] = weight[...].at[values].set(0)
+    options = dict(samples=0, max_length=5 * SEGMENT, intervention=Truncate(2, method="svd"), frozen_basis=frozen)
+    x = sensitivity(model, TEXT, SEGMENT, **options).isel(document=0)
+    assert x.without_gap.values.tolist() == [1, 1, 1, 1]
+    for name in ("gate", "sigma", "head_state"):
+        assert (x[name].isel(layer=1, head=1) == 0).all(), name
+        assert (x[name].isel(layer=1, head=0) != 0).any() and np.isfinite(x[name]).all(), name
+    assert x.attrs["derivative"] == ("frozen basis" if frozen else "exact")
 
 
 def test_left_directions_are_orthonormal_at_equal_singular_values():
@@ -541,6 +556,8 @@ def test_without_samples_tails_are_of_first_order():
         (dict(loss="kl", samples=0), "needs samples of at least 1"),
         (dict(samples=-1), "samples is -1"),
         (dict(segment=0), "segment is 0"),
+        (dict(frozen_basis=True), "for a truncation"),
+        (dict(frozen_basis=True, intervention=Zero()), "for a truncation"),
         (dict(tokens=np.append(TEXT, 17)), "run from 0 to 17; expected 0 to 16"),
         (dict(tokens=np.append(TEXT, -1)), "run from -1"),
         (dict(tokens=TEXT / 2), "expected whole numbers"),
