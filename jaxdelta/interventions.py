@@ -292,7 +292,7 @@ class Swap(Perturbation):
     states: np.ndarray = field(compare=False)
 
     def prepare(self, S):
-        other = jnp.asarray(self.states, S.dtype)
+        other = jnp.array(self.states, S.dtype)  # a copy: runs donate what they keep
         try:
             return jnp.broadcast_to(other, (other.shape[0], *S.shape))
         except ValueError:
