@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xarray as xr
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxdelta.checkpoints import parameters_sha256
-from jaxdelta.dims import HIGHEST, Matrices, Tokens
+from jaxdelta.dims import HIGHEST, Matrices
 from jaxdelta.interventions import Intervention, Truncate
 from jaxdelta.memory import reverse_fits
 from jaxdelta.models.decoder import Decoder
@@ -322,7 +322,7 @@ def objective_of(loss: Loss, tape: Tape, scored: np.ndarray, samples: int, seed:
 
 def _expected_and_sampled(
     model: Decoder, hidden: Float[Array, "B T D"], normalizer: Float[Array, "B T"], uniforms: Float[Array, "R B T"]
-) -> tuple[Float[Array, "B T D"], Tokens]:
+) -> tuple[Float[Array, "B T D"], Int[Array, "R B T"]]:
     """The head's rows averaged over the predictive distribution, and words drawn from it by inversion."""
     B, T, D = hidden.shape
     rows, log_total = hidden.reshape(B * T, D), normalizer.reshape(B * T, 1)
