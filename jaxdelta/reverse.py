@@ -8,7 +8,7 @@ Fisher samples) share that run. A ``scan`` over segments would keep a copy of th
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,7 @@ class Tape(NamedTuple):
     intervention: Intervention | None
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A function of the final hidden states of a segment; hashable, since it shapes the compiled program."""
 
