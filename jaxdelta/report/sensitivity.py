@@ -83,12 +83,15 @@ def head_table(maps: xr.Dataset, *, top: int = 10, trust: str | None = None) -> 
 
 def trust_line(scores: Sequence[Score]) -> str:
     """One line on the default estimate of heads' outputs."""
-    found = {s.metric: s for s in scores if s.kind == "head_output" and s.estimator == DEFAULT}
-    if not found:
+    of_heads = [s for s in scores if s.kind == "head_output"]
+    if not of_heads:
         return NOT_VALIDATED
+    estimator = DEFAULT if any(s.estimator == DEFAULT for s in of_heads) else "first order"  # without samples
+    found = {s.metric: s for s in of_heads if s.estimator == estimator}
     rho, ratio = found["spearman"], found["sum_ratio"]
+    interval = "" if np.isnan(rho.low) else f" [{rho.low:.2f}, {rho.high:.2f}]"
     return (
-        f"Validated against measured removal of outputs: Spearman {rho.value:.2f} [{rho.low:.2f}, {rho.high:.2f}], "
+        f"Validated against measured removal of outputs: Spearman {rho.value:.2f}{interval}, "
         f"sum of predicted over measured {ratio.value:.2f}."
     )
 
