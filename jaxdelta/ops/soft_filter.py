@@ -31,7 +31,7 @@ def _filtered(S, tau) -> tuple[Array, Array]:
         transposed, rank = _filtered(jnp.swapaxes(S, -1, -2), tau[..., 0, 0])
         return jnp.swapaxes(transposed, -1, -2), rank
     root = jnp.sqrt(tau)
-    A = S / root  # states of 1e-20 and of 1e20 stay in range where tau follows them
+    A = S / root  # states of 1e-18 and of 1e18 stay in range where tau, which f32 must hold, follows
     gram = jnp.einsum("...kv,...jv->...kj", A, A, precision=HIGHEST)
     eye = jnp.eye(S.shape[-2], dtype=S.dtype)
     factor = jnp.linalg.cholesky(gram + eye)
