@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import HIGHEST, Matrices, accumulation_dtype
+from jaxdelta.dims import HIGHEST, AnyArray, Matrices, accumulation_dtype
 
 
-def soft_filter(S: Matrices, tau: Float[Array, "..."] | float) -> Matrices:
+def soft_filter(S: Matrices, tau: Float[AnyArray, "..."] | float) -> Matrices:
     """S with each singular value shrunk; ``tau`` > 0 broadcasts over the leading axes, in units of sigma^2."""
     return _filtered(S, tau)[0]
 
 
-def soft_rank(S: Matrices, tau: Float[Array, "..."] | float) -> Float[Array, "*batch"]:
+def soft_rank(S: Matrices, tau: Float[AnyArray, "..."] | float) -> Float[Array, "*batch"]:
     """Degrees of freedom kept, from 0 to min(K, V)."""
     return _filtered(S, tau)[1]
 
