@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxdelta.dims import HIGHEST
+from jaxdelta.dims import HIGHEST, AnyArray
 from jaxdelta.models.decoder import Carry, states, with_states
 from jaxdelta.ops import low_rank
 from jaxdelta.ops.soft_filter import soft_filter
@@ -178,7 +178,7 @@ class Scale(Perturbation):
     Derivatives take the directions as constants (frozen basis).
     """
 
-    factors: np.ndarray = field(compare=False)
+    factors: AnyArray = field(compare=False)
 
     def prepare(self, S):
         directions = min(S.shape[-2:])
@@ -204,7 +204,7 @@ class Project(Perturbation):
         basis: Float[B L H K Q], with broadcast axes of size one.
     """
 
-    basis: np.ndarray = field(compare=False)
+    basis: AnyArray = field(compare=False)
 
     def prepare(self, S):
         L, B, H, K, _ = S.shape
@@ -224,7 +224,7 @@ class Project(Perturbation):
 class Filter(Perturbation):
     """The soft spectral filter, with ``tau`` > 0 broadcast over [B, L, H], in units of sigma^2."""
 
-    tau: np.ndarray | float = field(compare=False)
+    tau: AnyArray | float = field(compare=False)
 
     def prepare(self, S):
         if np.min(self.tau) <= 0:
@@ -294,7 +294,7 @@ class Swap(Perturbation):
         states: Float[N-1 L B H K V], for each boundary, or one for all of them, with broadcast axes of size one.
     """
 
-    states: np.ndarray = field(compare=False)
+    states: AnyArray = field(compare=False)
 
     def prepare(self, S):
         other = jnp.array(self.states, S.dtype)  # a copy: runs donate what they keep
