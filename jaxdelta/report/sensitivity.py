@@ -162,7 +162,7 @@ def validation_figure(comparisons: Sequence[Comparison], scores: Sequence[Score]
     figure = Figure(figsize=(3.6 * len(shown), 3.8), layout="constrained")
     for axes, comparison in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         measured = comparison.measured.mean(axis=0)
-        largest = np.abs(measured).max()
+        largest = max(np.abs(measured).max(), 1e-9)  # of axes that effects of nothing have too
         for estimator, marker, colour in (("first order", "x", "0.6"), (DEFAULT, "o", "C0")):
             if estimator in comparison.predicted:
                 rho = next(
