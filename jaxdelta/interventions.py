@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxdelta.dims import HIGHEST
+from jaxdelta.dims import HIGHEST, AnyArray
 from jaxdelta.models.decoder import Carry, states, with_states
 from jaxdelta.ops import low_rank
 from jaxdelta.ops.soft_filter import soft_filter
@@ -124,13 +124,18 @@ class Perturbation:
         S = jnp.stack(states(carry))
         where = by_head(self.where, S, bool)
         at = np.array([-1] if self.at is None else list(self.at), np.int32)
+        if self.at is not None and (at < 0).any():
+            raise ValueError(f"at is {list(self.at)}; expected boundaries by index, 0 the first")
         return self, PerturbationMemory(jnp.zeros((), jnp.int32), where, jnp.asarray(at), self.prepare(S))
 
     def __call__(self, carry: Carry, memory: PerturbationMemory) -> tuple[Carry, PerturbationMemory, None]:
         S = jnp.stack(states(carry))
-        changed, own = self.change(S, memory.own, memory.index)
         here = jnp.any((memory.at == memory.index) | (memory.at < 0))
-        S = jnp.where((memory.where & here)[..., None, None], changed, S)
+        chosen = (memory.where & here)[..., None, None]
+        changed, own = self.change(S, memory.own, memory.index)
+        # What is kept of a head goes on only where the head was changed.
+        own = jax.tree.map(lambda new, old: old if new is old else jnp.where(chosen, new, old), own, memory.own)
+        S = jnp.where(chosen, changed, S)
         return with_states(carry, list(S)), memory._replace(index=memory.index + 1, own=own), None
 
     def prepare(self, S: Array) -> Any:
@@ -138,7 +143,7 @@ class Perturbation:
         return None
 
     def change(self, S: Array, own: Any, index: Array) -> tuple[Array, Any]:
-        """The perturbed states, and what is kept for the next boundary."""
+        """The perturbed states, and what is kept for the next boundary: ``own`` itself, or new arrays [L, B, H, ...]."""
         raise NotImplementedError
 
 
@@ -173,15 +178,15 @@ class Scale(Perturbation):
     Derivatives take the directions as constants (frozen basis).
     """
 
-    factors: np.ndarray = field(compare=False)
+    factors: AnyArray = field(compare=False)
 
     def prepare(self, S):
         directions = min(S.shape[-2:])
-        factors = np.asarray(self.factors, np.float32)
+        factors = np.asarray(self.factors, S.dtype)
         if factors.ndim < 1 or factors.shape[-1] not in (1, directions):
             raise ValueError(f"factors have shape {factors.shape}; expected [B, L, H, {directions}]")
         L, B, H = S.shape[:3]
-        return jnp.asarray(np.moveaxis(np.broadcast_to(factors, (B, L, H, directions)), 0, 1), S.dtype)
+        return jnp.asarray(np.moveaxis(np.broadcast_to(factors, (B, L, H, directions)), 0, 1))
 
     def change(self, S, own, index):
         transposed = S.shape[-2] > S.shape[-1]
@@ -199,17 +204,17 @@ class Project(Perturbation):
         basis: Float[B L H K Q], with broadcast axes of size one.
     """
 
-    basis: np.ndarray = field(compare=False)
+    basis: AnyArray = field(compare=False)
 
     def prepare(self, S):
         L, B, H, K, _ = S.shape
-        basis = np.asarray(self.basis, np.float32)
+        basis = np.asarray(self.basis, S.dtype)
         if basis.ndim != 5 or basis.shape[3] != K:
             raise ValueError(f"basis has shape {basis.shape}; expected [B, L, H, {K}, Q]")
         error = np.abs(np.swapaxes(basis, -1, -2) @ basis - np.eye(basis.shape[-1])).max()
         if error > 1e-4:
             raise ValueError(f"columns of basis are not orthonormal: Q^T Q is off the identity by {error:.2g}")
-        return jnp.asarray(np.moveaxis(np.broadcast_to(basis, (B, L, H, *basis.shape[3:])), 0, 1), S.dtype)
+        return jnp.asarray(np.moveaxis(np.broadcast_to(basis, (B, L, H, *basis.shape[3:])), 0, 1))
 
     def change(self, S, own, index):
         return jnp.einsum("...ki,...ji,...jv->...kv", own, own, S, precision=HIGHEST), own
@@ -219,12 +224,12 @@ class Project(Perturbation):
 class Filter(Perturbation):
     """The soft spectral filter, with ``tau`` > 0 broadcast over [B, L, H], in units of sigma^2."""
 
-    tau: np.ndarray | float = field(compare=False)
+    tau: AnyArray | float = field(compare=False)
 
     def prepare(self, S):
         if np.min(self.tau) <= 0:
             raise ValueError(f"tau is {np.min(self.tau)}; expected above 0")
-        return by_head(self.tau, S, np.float32).astype(S.dtype)
+        return by_head(self.tau, S, S.dtype)
 
     def change(self, S, own, index):
         return soft_filter(S, own), own
@@ -289,10 +294,10 @@ class Swap(Perturbation):
         states: Float[N-1 L B H K V], for each boundary, or one for all of them, with broadcast axes of size one.
     """
 
-    states: np.ndarray = field(compare=False)
+    states: AnyArray = field(compare=False)
 
     def prepare(self, S):
-        other = jnp.asarray(self.states, S.dtype)
+        other = jnp.array(self.states, S.dtype)  # a copy: runs donate what they keep
         try:
             return jnp.broadcast_to(other, (other.shape[0], *S.shape))
         except ValueError:

@@ -112,12 +112,14 @@ def reverse_memory(config: DecoderConfig, *, dtype: str, segment: int, max_lengt
     mixer = size * (3 * c.conv_channels + 6 * H * V) + 4 * (
         2 * c.conv_channels + 6 * H * (K + V) + 8 * H * C + H * K * V // 16
     )
-    scores = 4 * c.num_query_heads * max_length if attention else 0  # softmax of a block of queries, kept by its checkpoint
-    token = linear * (stream + mixer) + attention * (stream + size * 12 * c.width) + cotangents * 2 * (stream + mixer)
+    scores = 4 * c.num_query_heads * max_length if attention else 0  # of one query; five arrays of them live at once
+    # Cotangents are pulled back one after the other: one layer's work, and of each what it hands out.
+    pulled = 2 * (stream + mixer) + cotangents * 4 * (c.width * (linear + 2) + (c.num_householder + 1) * linear * H)
+    token = linear * (stream + mixer) + attention * (stream + size * 12 * c.width) + pulled
     count = -(-max_length // segment)
     kept = count * (states + tails)
     wide_cache = cache * 4 // size
-    rest = run.parameters + cache + (1 + 2 * cotangents) * wide_cache + segment * token + min(segment, 512) * scores * 3
+    rest = run.parameters + cache + (1 + 2 * cotangents) * wide_cache + segment * token + min(segment, 512) * scores * 5
     return kept, rest + 3 * run.logits + 3 * cotangents * states
 
 

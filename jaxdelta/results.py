@@ -98,7 +98,7 @@ class Results:
         try:
             with xr.open_zarr(folder, consolidated=False) as stored:
                 return stored.load()
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, KeyError, OSError, RuntimeError) as error:  # the last for a chunk that does not unpack
             raise ResultsError(
                 f"{folder} cannot be read ({error}); remove it, and the same command makes it anew"
             ) from None

@@ -8,8 +8,10 @@ import pytest
 from flax import nnx
 
 import jaxdelta as jd
-from jaxdelta import memory, segments
-from jaxdelta.memory import RunMemory, gib, rows_that_fit, run_memory
+from jaxdelta import memory, reverse, segments
+from jaxdelta.analysis.sensitivity import NextToken, NextTokenInputs
+from jaxdelta.memory import RunMemory, gib, reverse_fits, reverse_memory, rows_that_fit, run_memory
+from jaxdelta.models import build
 from jaxdelta.models.config import DeltaLMConfig, Qwen3_5Config
 from tests.tiny import CONFIG, fresh_model
 
@@ -123,3 +125,120 @@ def test_the_devices_memory_is_that_of_an_accelerator_or_of_the_machine(monkeypa
 )
 def test_sizes_for_people(size, text):
     assert gib(size) == text
+
+
+# Reverse mode
+
+SIZES = dict(key_dim=32, value_dim=48, mlp_width=257, width=128)
+DEEP = Qwen3_5Config.tiny(layer_kinds=("linear", "linear", "linear", "attention"), **SIZES)
+WRITES = DeltaLMConfig.tiny(layer_kinds=("linear",) * 2, attention=(), num_householder=4, key_dim=32, value_dim=48)
+
+
+def abstract(tree, *leading, dtype=None):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*leading, *x.shape), dtype or x.dtype), tree)
+
+
+def asked_by_reverse_mode(config, dtype, segment, max_length, cotangents):
+    """Bytes of arguments and temporaries of one segment's pull-back, by the compiler."""
+    made = nnx.eval_shape(lambda: build(config, dtype=jax.numpy.dtype(dtype)))
+    recurrent, caches = jax.eval_shape(lambda: reverse.split(made.init_carry(1, max_length)))
+    ids, mask = (jax.ShapeDtypeStruct((1, segment), kind) for kind in (np.int32, bool))
+    one = jax.ShapeDtypeStruct((1,), np.int32)
+    uniforms = jax.ShapeDtypeStruct((cotangents - 1, 1, segment), np.float32)
+    state, tails = (abstract(x, cotangents) for x in (recurrent.S, recurrent.tails))
+    sums = abstract(caches, cotangents, dtype=np.float32)
+    arrays = recurrent, caches, ids, one, NextTokenInputs(ids, mask, one, uniforms), state, tails, sums
+    asked = reverse._pull_segment.lower(config, NextToken(), nnx.state(made), *arrays).compile().memory_analysis()
+    return asked.argument_size_in_bytes + asked.temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "segment", "max_length", "cotangents"),
+    [
+        (CONFIG, "float32", 16, 64, 3),
+        (DEEP, "float32", 256, 1024, 9),
+        (DEEP, "bfloat16", 256, 1024, 1),
+        (DEEP, "float32", 128, 16384, 2),
+        (WRITES, "float32", 256, 1024, 3),
+    ],
+    ids=["tiny", "many samples", "bf16", "long text", "DeltaProduct of four steps"],
+)
+def test_reverse_mode_is_estimated_near_what_the_compiler_asks_for(
+    monkeypatch, config, dtype, segment, max_length, cotangents
+):
+    monkeypatch.setattr(segments, "LOGITS_AT_ONCE", 2**14)
+    monkeypatch.setattr(memory, "LOGITS_AT_ONCE", 2**14)
+    _, rest = reverse_memory(config, dtype=dtype, segment=segment, max_length=max_length, cotangents=cotangents)
+    asked = asked_by_reverse_mode(config, dtype, segment, max_length, cotangents)
+    assert 0.8 * asked < rest < 3 * asked
+
+
+def test_the_boundaries_of_reverse_mode_are_counted_to_the_byte():
+    """States and conv tails of every segment's start, the last of which may hold fewer tokens."""
+    carry = jd.init_carry(fresh_model(), 1, 50)
+    recurrent, _ = reverse.split(carry)
+    kept, _ = reverse_memory(CONFIG, dtype="float32", segment=16, max_length=50, cotangents=1)
+    assert kept == 4 * (nbytes(recurrent.S) + nbytes(recurrent.tails))
+
+
+def of_device(monkeypatch, size, backend="cpu"):
+    """A device of which ``size`` bytes may be used."""
+    monkeypatch.setattr(memory, "device_memory", lambda: int(np.ceil(size / memory.SHARE)))
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+
+
+def reverse_needs(*, segment=256, max_length=4096, cotangents=9):
+    return reverse_memory(DEEP, dtype="float32", segment=segment, max_length=max_length, cotangents=cotangents)
+
+
+def fits():
+    return reverse_fits(DEEP, dtype="float32", segment=256, max_length=4096, cotangents=9)
+
+
+def test_boundaries_go_to_the_host_where_an_accelerator_cannot_hold_them(monkeypatch):
+    kept, rest = reverse_needs()
+    of_device(monkeypatch, kept + rest, "gpu")
+    assert not fits()
+    of_device(monkeypatch, kept + rest - 2, "gpu")
+    assert fits()
+    of_device(monkeypatch, rest - 2, "gpu")
+    with pytest.raises(MemoryError, match=r"over 4,096 tokens needs about .* may be used: "):
+        fits()
+
+
+def test_a_cpu_has_no_other_memory_for_the_boundaries(monkeypatch):
+    kept, rest = reverse_needs()
+    of_device(monkeypatch, kept + rest)
+    assert not fits()
+    of_device(monkeypatch, kept + rest - 2)
+    with pytest.raises(MemoryError, match=gib(kept + rest)):
+        fits()
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes"),
+    [
+        ("samples = 0", {"cotangents": 1}),
+        ("segments of 128 tokens", {"segment": 128}),
+        ("documents of 2048 tokens", {"max_length": 2048}),
+        ("documents of 2048 tokens and samples = 0", {"max_length": 2048, "cotangents": 1}),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_first_setting_that_does(monkeypatch, setting, changes):
+    """On a device of just the size that the setting needs, unless an earlier one needs less."""
+    order = [{"cotangents": 1}, {"segment": 128}, {"max_length": 2048}, {"max_length": 2048, "cotangents": 1}]
+    needed = sum(reverse_needs(**changes))
+    earlier = [sum(reverse_needs(**other)) for other in order[: order.index(changes)]]
+    of_device(monkeypatch, needed)
+    with pytest.raises(MemoryError) as error:
+        fits()
+    if all(size > needed for size in earlier):
+        assert str(error.value).endswith(f"{setting} would need {gib(needed)}")
+    else:
+        assert "would need" in str(error.value)
+
+
+def test_what_no_setting_helps_is_told_too(monkeypatch):
+    of_device(monkeypatch, 1000)
+    with pytest.raises(MemoryError, match="take shorter documents, shorter segments or dtype bfloat16"):
+        fits()

@@ -19,8 +19,9 @@ It is the curvature of the mean loss in the Gauss-Newton sense. Sources: optimal
 gates of heads, Michel, Levy, Neubig, arXiv 1905.10650; Fisher masks, Kwon et al., arXiv 2204.09656.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -151,13 +152,8 @@ def sensitivity(
         NonFiniteError: a NaN or an infinity, with its layer, head and boundary.
     """
     tokens, lengths, scored = as_batch(model, tokens, scored, segment)
-    if samples < 0:
-        raise ValueError(f"samples is {samples}; expected at least 0")
+    _check_options(loss, samples, intervention, frozen_basis)
     drawn = 0 if isinstance(loss, LogitDifference) else samples
-    if frozen_basis and not isinstance(intervention, Truncate):
-        raise ValueError("frozen_basis is for a truncation, whose directions turn with the state; there is none")
-    if loss == "kl" and not drawn:
-        raise ValueError("the first order of the KL divergence is identically zero; it needs samples of at least 1")
     if isinstance(loss, LogitDifference):
         for words in (loss.words, loss.others):
             check_tokens(np.asarray(words), model.config.vocab_size)
@@ -201,10 +197,15 @@ def sensitivity_maps(
     A document alone needs the least memory.
 
     Raises:
-        ValueError, NonFiniteError: see :func:`sensitivity`; the latter names the document.
+        ValueError, NonFiniteError: see :func:`sensitivity`; they name the document. A ValueError leaves no folder.
         MemoryError: not even one document fits; says what would.
         ResultsError: ``out`` cannot be used.
     """
+    _check_options(loss, samples, intervention, frozen_basis)
+    for d in documents:
+        as_batch(model, d.tokens, None, segment, names=[d.name])
+    if intervention is not None:
+        intervention.start(model.init_carry(1, 1))
     longest = max(len(d.tokens) for d in documents)
     on_host = reverse_fits(
         model.config, dtype=model.dtype.name, segment=segment, max_length=longest, cotangents=1 + samples
@@ -220,7 +221,7 @@ def sensitivity_maps(
         loss=loss,
         samples=samples,
         seed=seed,
-        intervention=None if intervention is None else repr(intervention),
+        intervention=_described(intervention),
         frozen_basis=frozen_basis,
     )
     results = None if out is None else Results(Path(out), configuration, {})
@@ -258,7 +259,32 @@ def sensitivity_maps(
     return whole
 
 
-def as_batch(model: Decoder, tokens, scored, segment: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _check_options(loss: Loss, samples: int, intervention: Intervention | None, frozen_basis: bool) -> None:
+    if samples < 0:
+        raise ValueError(f"samples is {samples}; expected at least 0")
+    if frozen_basis and not isinstance(intervention, Truncate):
+        raise ValueError("frozen_basis is for a truncation, whose directions turn with the state; there is none")
+    if loss == "kl" and not samples:
+        raise ValueError("the first order of the KL divergence is identically zero; it needs samples of at least 1")
+
+
+def _described(intervention: Intervention | None) -> Any:
+    """JSON value that tells interventions apart; arrays, of which repr leaves most out, by shape and checksum."""
+    if not is_dataclass(intervention):
+        return None if intervention is None else repr(intervention)
+    values = {f.name: getattr(intervention, f.name) for f in fields(intervention)}
+    for name, value in values.items():
+        if np.ndim(value):
+            array = np.ascontiguousarray(value)
+            values[name] = [str(array.dtype), *array.shape, hashlib.sha256(array.tobytes()).hexdigest()]
+        elif not (value is None or isinstance(value, str)):
+            values[name] = np.asarray(value).item()
+    return {"name": type(intervention).__name__} | values
+
+
+def as_batch(
+    model: Decoder, tokens, scored, segment: int, *, names: Sequence[str] | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Documents as rows [B, N], their lengths, and which predictions count, Bool[B, N - 1]; checks all of them."""
     one = not isinstance(tokens, list | tuple) and np.ndim(tokens) == 1
     documents = [np.asarray(d) for d in ([tokens] if one else tokens)]
@@ -270,22 +296,21 @@ def as_batch(model: Decoder, tokens, scored, segment: int) -> tuple[np.ndarray, 
     lengths = np.array([len(d) for d in documents])
     batch = np.zeros((len(documents), lengths.max()), np.int32)
     counts = np.zeros((len(documents), max(1, lengths.max() - 1)), bool)
-    for row, (document, mask) in enumerate(zip(documents, masks, strict=True)):
+    names = [f"document {row}" for row in range(len(documents))] if names is None else names
+    for row, (document, mask, name) in enumerate(zip(documents, masks, names, strict=True)):
         if document.ndim != 1 or len(document) < 2:
-            raise ValueError(f"document {row} has shape {document.shape}; expected at least 2 token ids")
+            raise ValueError(f"{name} has shape {document.shape}; expected at least 2 token ids")
         if len(document) <= segment:
             raise ValueError(
-                f"document {row} has {len(document)} tokens, one segment of {segment}: no boundary hands a state on. "
+                f"{name} has {len(document)} tokens, one segment of {segment}: no boundary hands a state on. "
                 "Take a shorter segment or a longer document."
             )
         check_tokens(document, model.config.vocab_size)
         mask = np.ones(len(document) - 1, bool) if mask is None else np.asarray(mask)
         if mask.dtype != bool or mask.shape != (len(document) - 1,):
-            raise ValueError(
-                f"scored of document {row} is {mask.dtype}{list(mask.shape)}; expected bool[{len(document) - 1}]"
-            )
+            raise ValueError(f"scored of {name} is {mask.dtype}{list(mask.shape)}; expected bool[{len(document) - 1}]")
         if not mask.any():
-            raise ValueError(f"no token of document {row} is scored")
+            raise ValueError(f"no token of {name} is scored")
         batch[row, : len(document)] = document
         counts[row, : len(mask)] = mask
     return batch, lengths, counts

@@ -197,19 +197,23 @@ def scores(comparison: Comparison, *, top: int | None = None, draws: int = 1000,
             order = rng.permutation(documents)
             one, other = order[: documents // 2], order[documents // 2 :]
             halves.append(_metrics(comparison.measured[one].mean(axis=0), comparison.measured[other].mean(axis=0), top))
-        found += _with_interval(comparison.kind, CEILING, np.nanmean(halves, axis=0), halves)
+        found += _with_interval(comparison.kind, CEILING, _over_finite(np.mean, halves), halves)
     return found
 
 
 def _with_interval(kind: Kind, estimator: str, value: Sequence[float], spread: Sequence) -> list[Score]:
-    if len(spread):
-        low, high = np.nanpercentile(np.asarray(spread), (2.5, 97.5), axis=0)
-    else:
-        low = high = np.full(len(METRICS), np.nan)
+    low, high = (_over_finite(np.percentile, spread, q) for q in (2.5, 97.5))
     return [
         Score(kind, estimator, *row)
         for row in zip(METRICS, map(float, value), map(float, low), map(float, high), strict=True)
     ]
+
+
+def _over_finite(statistic: Callable[..., float], spread: Sequence, *arguments: float) -> list[float]:
+    """A statistic of each metric over the draws in which it exists; NaN where it does in none."""
+    columns = np.asarray(spread, np.float64).reshape(-1, len(METRICS)).T
+    kept = (column[np.isfinite(column)] for column in columns)
+    return [float(statistic(x, *arguments)) if len(x) else float("nan") for x in kept]
 
 
 def _metrics(predicted: np.ndarray, measured: np.ndarray, top: int) -> tuple[float, ...]:

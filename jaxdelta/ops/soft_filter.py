@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import HIGHEST, Matrices, accumulation_dtype
+from jaxdelta.dims import HIGHEST, AnyArray, Matrices, accumulation_dtype
 
 
-def soft_filter(S: Matrices, tau: Float[Array, "..."] | float) -> Matrices:
+def soft_filter(S: Matrices, tau: Float[AnyArray, "..."] | float) -> Matrices:
     """S with each singular value shrunk; ``tau`` > 0 broadcasts over the leading axes, in units of sigma^2."""
     return _filtered(S, tau)[0]
 
 
-def soft_rank(S: Matrices, tau: Float[Array, "..."] | float) -> Float[Array, "*batch"]:
+def soft_rank(S: Matrices, tau: Float[AnyArray, "..."] | float) -> Float[Array, "*batch"]:
     """Degrees of freedom kept, from 0 to min(K, V)."""
     return _filtered(S, tau)[1]
 
@@ -31,7 +31,7 @@ def _filtered(S, tau) -> tuple[Array, Array]:
         transposed, rank = _filtered(jnp.swapaxes(S, -1, -2), tau[..., 0, 0])
         return jnp.swapaxes(transposed, -1, -2), rank
     root = jnp.sqrt(tau)
-    A = S / root  # states of 1e-20 and of 1e20 stay in range where tau follows them
+    A = S / root  # states of 1e-18 and of 1e18 stay in range where tau, which f32 must hold, follows
     gram = jnp.einsum("...kv,...jv->...kj", A, A, precision=HIGHEST)
     eye = jnp.eye(S.shape[-2], dtype=S.dtype)
     factor = jnp.linalg.cholesky(gram + eye)

@@ -83,12 +83,15 @@ def head_table(maps: xr.Dataset, *, top: int = 10, trust: str | None = None) -> 
 
 def trust_line(scores: Sequence[Score]) -> str:
     """One line on the default estimate of heads' outputs."""
-    found = {s.metric: s for s in scores if s.kind == "head_output" and s.estimator == DEFAULT}
-    if not found:
+    of_heads = [s for s in scores if s.kind == "head_output"]
+    if not of_heads:
         return NOT_VALIDATED
+    estimator = DEFAULT if any(s.estimator == DEFAULT for s in of_heads) else "first order"  # without samples
+    found = {s.metric: s for s in of_heads if s.estimator == estimator}
     rho, ratio = found["spearman"], found["sum_ratio"]
+    interval = "" if np.isnan(rho.low) else f" [{rho.low:.2f}, {rho.high:.2f}]"
     return (
-        f"Validated against measured removal of outputs: Spearman {rho.value:.2f} [{rho.low:.2f}, {rho.high:.2f}], "
+        f"Validated against measured removal of outputs: Spearman {rho.value:.2f}{interval}, "
         f"sum of predicted over measured {ratio.value:.2f}."
     )
 
@@ -159,7 +162,7 @@ def validation_figure(comparisons: Sequence[Comparison], scores: Sequence[Score]
     figure = Figure(figsize=(3.6 * len(shown), 3.8), layout="constrained")
     for axes, comparison in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         measured = comparison.measured.mean(axis=0)
-        largest = np.abs(measured).max()
+        largest = max(np.abs(measured).max(), 1e-9)  # of axes that effects of nothing have too
         for estimator, marker, colour in (("first order", "x", "0.6"), (DEFAULT, "o", "C0")):
             if estimator in comparison.predicted:
                 rho = next(
