@@ -49,13 +49,14 @@ class Reference:
         """Of each of the segments of ``splits`` tokens its logits [B, T, Y] and a snapshot of each layer after it.
 
         ``mask``: False is padding on the left. With padding a model that has attention layers runs in one segment of at
-        most 64 tokens, or token by token after it: fla knows no other.
+        most 64 tokens, or token by token after it: fla knows no other. Keys that then leave a window are not seen.
         """
         cache, begin = None, 0
+        longest = LONGEST_CALL if mask is not None else self._longest_call
         seen: list[list[Snapshot]] = [[] for _ in self._layers]
         for length in splits:
             logits = []
-            for T in pieces(length, self._longest_call):
+            for T in pieces(length, longest):
                 words, cache = self._call(tokens, mask, begin, begin + T, cache)
                 logits.append(words)
                 begin += T

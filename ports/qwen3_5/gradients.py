@@ -60,8 +60,8 @@ def _filled_cache(reference: Reference, leaves: list[Snapshot]):
     from transformers.cache_utils import DynamicCache
 
     cache = DynamicCache(config=reference.model.config)
-    for i, (kind, leaf) in enumerate(zip(reference.layer_types, leaves, strict=True)):
-        if kind == "linear_attention":
+    for i, (kind, leaf) in enumerate(zip(reference.layer_kinds, leaves, strict=True)):
+        if kind == "linear":
             cache.layers[i] = _linear_layer(leaf.first, leaf.second)
         else:
             cache.layers[i].update(*(a.transpose(1, 2) for a in leaf))
