@@ -389,7 +389,11 @@ def test_sensitivities_print_the_dearest_heads_and_that_nothing_was_validated(ou
 
 @pytest.mark.parametrize(
     ("name", "folder"),
-    [("maps", "out-maps"), ("maps of first order", "results/sensitivity-model"), ("validated", "out-validated")],
+    [
+        ("maps", "out-maps"),
+        ("maps of first order through a cut", "results/sensitivity-model"),
+        ("validated", "out-validated"),
+    ],
 )
 def test_sensitivities_write_maps_manifest_and_figures_where_they_say(outcomes, place, name, folder):
     written = {"maps.zarr", "manifest.json", "heads.png", "heads.svg", "by_rank.png", "by_rank.svg"}
