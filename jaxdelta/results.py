@@ -97,7 +97,7 @@ class Results:
             return None
         try:
             with xr.open_zarr(folder, consolidated=False) as stored:
-                return stored.load()
+                return stored.load().drop_encoding()  # of which the length of names would cut those of others
         except (ValueError, KeyError, OSError, RuntimeError) as error:  # the last for a chunk that does not unpack
             raise ResultsError(
                 f"{folder} cannot be read ({error}); remove it, and the same command makes it anew"

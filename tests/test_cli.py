@@ -9,7 +9,9 @@ import sys
 import time
 
 import jax
+import numpy as np
 import pytest
+import xarray as xr
 
 import jaxdelta as jd
 from jaxdelta import cli
@@ -19,9 +21,19 @@ from tests.tiny import hub_tensors, model, nested_json, text, tokenizer, tokens,
 CHILD = """
 import contextlib, io, json, sys, traceback
 from jaxdelta.cli import main
+from jaxdelta.results import Results
 
-def call(arguments):
+def killed(write):
+    def once(self, index, data):
+        if index == 1:
+            raise SystemExit("killed")
+        write(self, index, data)
+    return once
+
+def call(name, arguments):
     out, err, code, trace = io.StringIO(), io.StringIO(), 0, None
+    write = Results.write_dataset
+    Results.write_dataset = killed(write) if name == "killed" else write
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main(arguments)
@@ -29,12 +41,15 @@ def call(arguments):
             code = exit.code
         except BaseException:
             trace = traceback.format_exc()
+    Results.write_dataset = write
     return dict(code=code, out=out.getvalue(), err=err.getvalue(), trace=trace)
 
-print(json.dumps({name: call(arguments) for name, arguments in json.load(sys.stdin).items()}))
+print(json.dumps({name: call(name, arguments) for name, arguments in json.load(sys.stdin).items()}))
 """
 
 SWEEP = ("sweep", "model", "--documents", "a.txt", "--segment", "16", "--method", "svd")
+MAPS = ("sensitivity", "model", "--documents", "a.txt", "--segment", "16", "--samples", "2")
+THREE = (*MAPS[:3], "a.txt", "b.txt", "more.jsonl", *MAPS[4:], "--max-tokens", "33")
 
 
 def to_out(name, *arguments):
@@ -79,6 +94,32 @@ MISTAKES = {
     "info of segment 0": (["info", "model", "--segment", "0"], "segment"),
     "info of length 0": (["info", "model", "--max-length", "0"], "max_length"),
     "info of length -7": (["info", "model", "--max-length=-7"], "max_length"),
+    "maps, rank and validate": (
+        [*MAPS, "--validate", "--rank", "2"],
+        "--validate measures removals by the next-token loss",
+    ),
+    "maps, loss and validate": (
+        [*MAPS, "--validate", "--loss", "kl"],
+        "--validate measures removals by the next-token loss",
+    ),
+    "maps, segment too long": (
+        [*MAPS, "--segment", "50"],
+        "a.txt has 50 tokens, one segment of 50: no boundary hands a state on",
+    ),
+    "maps, one document short": (
+        [*MAPS, "--documents", "a.txt", "b.txt", "--segment", "40"],
+        "b.txt has 33 tokens, one segment of 40: no boundary hands a state on",
+    ),
+    "maps, few tokens": ([*MAPS, "--max-tokens", "16"], "a.txt has 16 tokens, one segment of 16"),
+    "maps, one token": ([*MAPS, "--max-tokens", "1"], "a.txt has shape (1,); expected at least 2 token ids"),
+    "maps, no token": ([*MAPS, "--max-tokens=-5"], "a.txt has shape (0,); expected at least 2 token ids"),
+    "maps, segment 0": ([*MAPS, "--segment", "0"], "segment is 0"),
+    "maps, samples -1": ([*MAPS, "--samples=-1"], "samples is -1"),
+    "maps, divergence of no sample": ([*MAPS, "--samples", "0", "--loss", "kl"], "it needs samples of at least 1"),
+    "maps, rank 9": ([*MAPS, "--rank", "9"], "rank 9 is outside of 1 to min(K, V) = 8"),
+    "maps, frozen basis of nothing": ([*MAPS, "--frozen-basis"], "frozen_basis is for a truncation"),
+    "maps, missing document": ([*MAPS, "--documents", "nowhere.txt"], "nowhere.txt is missing"),
+    "maps of no such model": (["sensitivity", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
 }
 # Of options that the parser knows to be wrong, in the manner of all commands: how it is used, then the line.
 MISUSES = {
@@ -92,13 +133,15 @@ MISUSES = {
     "unknown option": ([*SWEEP, "--rang", "1"], "--rang"),
     "no documents": (["sweep", "model", "--documents"], "argument --documents: expected at least one argument"),
     "unknown command": (["swep"], "'swep'"),
-    "no command": ([], "{sweep,info}"),
+    "no command": ([], "{sweep,sensitivity,info}"),
     "info of nothing at all": (["info"], "model"),
 }
 FOLDERS = {
     "results folder is a file": ([*SWEEP, "--out", "a.txt"], "results folder a.txt cannot be used: "),
     "results folder below a file": ([*SWEEP, "--out", "a.txt/x"], "results folder a.txt/x cannot be used: "),
     "results folder of another": ([*SWEEP, "--out", "foreign"], "foreign is not empty and has no manifest.json"),
+    "maps of another run": ([*MAPS, "--seed", "1", "--out", "out-maps"], "seed is 0 there, 1 now"),
+    "maps where a sweep was": ([*MAPS, "--out", "out-first"], "out-first holds results of another configuration"),
     "results of another run": ([*SWEEP, "--copy-gap", "9", "--out", "out-first"], "copy_gap is 8 there, 9 now"),
 }
 RUNS = {
@@ -115,6 +158,13 @@ RUNS = {
     "info --help": ["info", "--help"],
     "--help": ["--help"],
     "brackets": [*SWEEP, "--ranks", "1", "--out", "out-[bold]"],
+    "maps": to_out("maps", *MAPS),
+    "maps again": to_out("maps", *MAPS),
+    "maps of first order through a cut": [*MAPS, "--samples", "0", "--rank", "2"],
+    "validated": to_out("validated", *THREE, "--validate", "--directions", "6"),
+    "killed": to_out("killed", *THREE),
+    "continued": to_out("killed", *THREE),
+    "sensitivity --help": ["sensitivity", "--help"],
 }
 
 
@@ -153,7 +203,7 @@ def environment():
 @pytest.fixture(scope="module")
 def outcomes(place):
     """What every command above printed, and its exit status, by name."""
-    commands = RUNS | {name: to_out(name, *a) if a[0] == "sweep" else a for name, (a, _) in MISTAKES.items()}
+    commands = RUNS | {name: a if a[0] == "info" else to_out(name, *a) for name, (a, _) in MISTAKES.items()}
     commands |= {name: arguments for name, (arguments, _) in (MISUSES | FOLDERS).items()}
     child = subprocess.run(
         [sys.executable, "-c", CHILD],
@@ -183,7 +233,7 @@ def test_a_mistake_is_told_in_a_line(outcomes, name):
     assert found["out"].strip() == ""
 
 
-@pytest.mark.parametrize("name", [name for name, (arguments, _) in MISTAKES.items() if arguments[0] == "sweep"])
+@pytest.mark.parametrize("name", [name for name, (arguments, _) in MISTAKES.items() if arguments[0] != "info"])
 @pytest.mark.usefixtures("outcomes")
 def test_a_mistake_leaves_no_results_folder(place, name):
     assert not (place / f"out-{name}").exists()
@@ -296,7 +346,7 @@ def test_info_says_what_a_checkpoint_is_and_needs(outcomes):
     assert "tokenizer.json" in said
 
 
-@pytest.mark.parametrize(("command", "count"), [("sweep", 11), ("info", 5)])
+@pytest.mark.parametrize(("command", "count"), [("sweep", 11), ("sensitivity", 16), ("info", 5)])
 def test_help_explains_every_option(outcomes, command, count):
     """Each option begins a line and has a text beside or below it."""
     said = outcomes[f"{command} --help"]["out"]
@@ -307,4 +357,103 @@ def test_help_explains_every_option(outcomes, command, count):
 
 def test_help_names_the_commands(outcomes):
     assert re.search(r"^ +sweep +\w+", outcomes["--help"]["out"], re.MULTILINE)
+    assert re.search(r"^ +sensitivity +\w+", outcomes["--help"]["out"], re.MULTILINE)
     assert re.search(r"^ +info +\w+", outcomes["--help"]["out"], re.MULTILINE)
+
+
+# Sensitivities
+
+
+def maps_in(folder):
+    with xr.open_zarr(folder / "maps.zarr", consolidated=False) as found:
+        return found.load()
+
+
+def said_by(outcome):
+    """What a command printed, on one line."""
+    assert (outcome["code"], outcome["trace"], outcome["err"]) == (0, None, "")
+    return " ".join(outcome["out"].split())
+
+
+@pytest.mark.parametrize("name", ["maps", "maps of first order through a cut"])
+def test_sensitivities_print_the_dearest_heads_and_that_nothing_was_validated(outcomes, name):
+    said = said_by(outcomes[name])
+    assert "Heads by estimated rise of the loss" in said
+    assert "Not validated" in said
+    rows = [line.split() for line in outcomes[name]["out"].splitlines() if re.match(r" *\d", line)]
+    assert sorted(int(row[1]) for row in rows) == list(range(6))
+    effects = [float(row[2]) for row in rows]
+    assert effects == sorted(effects, reverse=True)
+    assert max(map(len, outcomes[name]["out"].splitlines()[:-1])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("maps", "out-maps"),
+        ("maps of first order through a cut", "results/sensitivity-model"),
+        ("validated", "out-validated"),
+    ],
+)
+def test_sensitivities_write_maps_manifest_and_figures_where_they_say(outcomes, place, name, folder):
+    written = {"maps.zarr", "manifest.json", "heads.png", "heads.svg", "by_rank.png", "by_rank.svg"}
+    if name == "validated":
+        written |= {"validation.png", "validation.svg", "validation.csv"}
+    assert {file.name for file in (place / folder).iterdir()} == written | {"parts"}
+    last = outcomes[name]["out"].splitlines()[-1]
+    assert all(name in last for name in (folder, *written))
+
+
+def test_maps_are_of_the_tokens_boundaries_and_samples_asked_for(outcomes, place):
+    maps = maps_in(place / "out-maps")
+    assert maps.document.values.tolist() == ["a.txt"]
+    assert maps.boundary.values.tolist() == [16, 32, 48]
+    assert (maps.sizes["token"], maps.sizes["sample"], maps.attrs["samples"]) == (50, 2, 2)
+    cut = maps_in(place / "results" / "sensitivity-model")
+    assert "fisher" not in cut
+    np.testing.assert_allclose(cut.sigma.isel(direction=slice(2, None)), 0, atol=1e-4)
+    three = maps_in(place / "out-validated")
+    assert three.document.values.tolist() == ["a.txt", "b.txt", "more.jsonl:1"]
+    assert three.scored.values.tolist() == [32, 32, 32]
+
+
+def test_sensitivities_again_print_the_same(outcomes):
+    assert outcomes["maps again"]["out"] == outcomes["maps"]["out"]
+
+
+def test_sensitivities_killed_between_two_documents_go_on_to_the_same_maps(outcomes, place):
+    """The first document was kept; the arrays are those of a run that nothing stopped."""
+    assert outcomes["killed"]["code"] == "killed"
+    assert said_by(outcomes["continued"])
+    assert sorted(file.name for file in (place / "out-killed" / "parts").iterdir()) == [f"{i:04d}.zarr" for i in range(3)]
+    ages = [(place / "out-killed" / "parts" / f"{i:04d}.zarr" / ".zgroup").stat().st_mtime for i in range(2)]
+    started = (place / "out-killed" / "manifest.json").stat().st_mtime
+    assert ages[0] < ages[1] <= started
+    xr.testing.assert_identical(maps_in(place / "out-killed"), maps_in(place / "out-validated"))
+
+
+def test_a_validation_prints_a_table_for_each_kind_and_states_its_numbers(outcomes, place):
+    said = said_by(outcomes["validated"])
+    kinds = ("one direction", "a head's output", "a head's state", "a layer's outputs", "a layer's states")
+    for kind in kinds:
+        assert f"Predicted against measured: {kind}" in said
+    assert "6 units, 3 documents" in said
+    assert "Validated against measured removal of outputs: Spearman" in said
+    assert "Not validated" not in said
+    rows = (place / "out-validated" / "validation.csv").read_text().splitlines()
+    assert rows[0] == '"kind","estimator","metric","value","low","high"'
+    assert {row.split(",")[0].strip('"') for row in rows[1:]} == {
+        "direction",
+        "head_output",
+        "head_state",
+        "layer_output",
+        "layer_state",
+    }
+
+
+def test_the_manifest_of_maps_pins_what_decides_them(outcomes, place):
+    configuration = json.loads((place / "results" / "sensitivity-model" / "manifest.json").read_text())["configuration"]
+    assert (configuration["analysis"], configuration["samples"], configuration["seed"]) == ("sensitivity", 0, 0)
+    assert configuration["intervention"]["name"] == "Truncate"
+    assert configuration["intervention"]["rank"] == 2
+    assert configuration["documents"][0][0] == "a.txt"

@@ -157,11 +157,10 @@ def asked_by_reverse_mode(config, dtype, segment, max_length, cotangents):
     [
         (CONFIG, "float32", 16, 64, 3),
         (DEEP, "float32", 256, 1024, 9),
-        (DEEP, "bfloat16", 256, 1024, 1),
-        (DEEP, "float32", 128, 16384, 2),
+        (DEEP, "bfloat16", 128, 16384, 1),
         (WRITES, "float32", 256, 1024, 3),
     ],
-    ids=["tiny", "many samples", "bf16", "long text", "DeltaProduct of four steps"],
+    ids=["tiny", "many samples", "long text in bf16", "DeltaProduct of four steps"],
 )
 def test_reverse_mode_is_estimated_near_what_the_compiler_asks_for(
     monkeypatch, config, dtype, segment, max_length, cotangents

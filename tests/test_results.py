@@ -3,9 +3,11 @@
 import json
 import os
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import xarray as xr
 
 from jaxdelta import results
 from jaxdelta.results import Results, ResultsError
@@ -152,6 +154,103 @@ def test_a_part_that_is_broken_is_named_with_what_to_do(tmp_path, content):
     file.write_bytes(file.read_bytes()[:-10] if content is None else content)
     with pytest.raises(ResultsError, match=r"0001\.parquet.*remove it"):
         made.part(1)
+
+
+# Labelled arrays
+
+
+def arrays(index):
+    """As sensitivities have them: names with letters of every kind, NaN, whole numbers, attributes."""
+    values = np.full((1, 2, 3), index / 7, np.float32)
+    values[0, 1] = np.nan
+    found = {"gate": (("document", "boundary", "head"), values), "scored": ("document", [index + 5])}
+    coords = {"document": [f"dö {index}"], "boundary": [16, 32], "model_layer": ("layer", [1, 3])}
+    return xr.Dataset(found, coords, {"unit": "nats", "samples": 8})
+
+
+def test_labelled_arrays_come_back_as_they_were(tmp_path):
+    made = filled(tmp_path)
+    assert made.dataset(0) is None
+    made.write_dataset(0, arrays(0))
+    made.write_dataset("maps", arrays(1))
+    assert (tmp_path / "parts" / "0000.zarr").is_dir()
+    back = filled(tmp_path).dataset(0)
+    xr.testing.assert_identical(back, arrays(0))
+    assert {name: back[name].dtype for name in back.variables} == {
+        name: arrays(0)[name].dtype for name in arrays(0).variables
+    }
+    with xr.open_zarr(tmp_path / "maps.zarr", consolidated=False) as whole:
+        xr.testing.assert_identical(whole.load(), arrays(1))
+
+
+def test_a_part_in_memory_outlives_its_folder(tmp_path):
+    made = filled(tmp_path)
+    made.write_dataset(0, arrays(0))
+    back = made.dataset(0)
+    made.write_dataset(0, arrays(3))
+    xr.testing.assert_identical(back, arrays(0))
+    xr.testing.assert_identical(made.dataset(0), arrays(3))
+
+
+def test_parts_of_names_of_different_lengths_are_put_together_whole(tmp_path):
+    """One read again, the other fresh; what is stored of the first must not cut the second's name."""
+    made, longer = filled(tmp_path), arrays(1).assign_coords(document=["a much longer name"])
+    made.write_dataset(0, arrays(0))
+    made.write_dataset("maps", xr.concat([made.dataset(0), longer], "document", data_vars="minimal"))
+    with xr.open_zarr(tmp_path / "maps.zarr", consolidated=False) as whole:
+        assert whole.document.values.tolist() == ["dö 0", "a much longer name"]
+
+
+def test_a_kill_between_writing_and_renaming_leaves_no_labelled_part(tmp_path, monkeypatch):
+    made = filled(tmp_path)
+    made.write_dataset(0, arrays(0))
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.replace", kill)
+        with pytest.raises(Killed):
+            made.write_dataset(1, arrays(1))
+    again = filled(tmp_path)
+    assert again.dataset(1) is None
+    xr.testing.assert_identical(again.dataset(0), arrays(0))
+    again.write_dataset(1, arrays(1))
+    xr.testing.assert_identical(again.dataset(1), arrays(1))
+
+
+def test_half_written_labelled_parts_of_a_killed_run_are_removed_in_the_end(tmp_path):
+    """But not those of a process that lives."""
+    made = filled(tmp_path)
+    alive = f"0002.zarr.{os.getpid()}.partial"
+    for name in ("0001.zarr.4194304.partial", alive):
+        arrays(1).to_zarr(tmp_path / "parts" / name, consolidated=False, zarr_format=2)
+    assert made.dataset(1) is None
+    made.finished()
+    assert [file.name for file in (tmp_path / "parts").iterdir()] == [alive]
+    assert "finished" in json.loads((tmp_path / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("damage", ["no group", "group", "chunk", "file in the way"])
+def test_a_labelled_part_that_is_broken_is_named_with_what_to_do(tmp_path, damage):
+    made = filled(tmp_path)
+    made.write_dataset(1, arrays(1))
+    part = tmp_path / "parts" / "0001.zarr"
+    if damage == "no group":
+        (part / ".zgroup").unlink()
+    elif damage == "group":
+        (part / ".zgroup").write_text("{")
+    elif damage == "chunk":
+        (part / "gate" / "0.0.0").write_bytes(b"junk")
+    else:
+        for file in sorted(part.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        part.rmdir()
+        part.write_text("a file")
+    with pytest.raises(ResultsError, match=r"0001\.zarr cannot be read \(.*remove it, and the same command makes it anew"):
+        made.dataset(1)
+
+
+def test_a_folder_without_a_manifest_but_with_a_labelled_part_is_left_alone(tmp_path):
+    (tmp_path / "parts" / "0000.zarr").mkdir(parents=True)
+    with pytest.raises(ResultsError, match=r"is not empty and has no manifest\.json"):
+        filled(tmp_path)
 
 
 # Folders that are no use
