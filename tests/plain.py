@@ -16,6 +16,7 @@ from jaxdelta.models import build
 
 SEGMENT = 5
 EPS = 1e-5  # of central differences; in f64 both their errors are below 1e-9
+WORLDS = 16  # rows of a run by hand, at least: one program serves all
 QWEN = jd.Qwen3_5Config.tiny(
     vocab_size=17,
     width=14,
@@ -86,16 +87,18 @@ def tokens(length: int, seed: int = 0, words: int = 13) -> np.ndarray:
 
 def logits(model: jd.Decoder, text: np.ndarray, change: Change = lambda boundary, S: S, worlds: int = 1) -> np.ndarray:
     """Logits [worlds, N, Y] of a text in several worlds; ``change(boundary, S)`` gives the states [L, worlds, H, K, V]."""
-    carry, found = jd.init_carry(model, worlds, max_length=40), []
+    total = max(worlds, WORLDS)
+    carry, found = jd.init_carry(model, total, max_length=40), []
     padded = np.pad(text, (0, -len(text) % SEGMENT))  # one shape, one program; what comes later changes nothing
-    rows = np.repeat(padded[None], worlds, axis=0)
+    rows = np.repeat(padded[None], total, axis=0)
     for begin in range(0, len(text), SEGMENT):
         if begin:
-            S = change(begin // SEGMENT - 1, jnp.stack(jd.states(carry)))
-            carry = jd.with_states(carry, list(S))
+            S = jnp.stack(jd.states(carry))
+            changed = change(begin // SEGMENT - 1, S[:, :worlds])
+            carry = jd.with_states(carry, list(S.at[:, :worlds].set(changed)))
         out, carry = jd.forward(model, rows[:, begin : begin + SEGMENT], carry)
         found.append(np.asarray(out))
-    return np.concatenate(found, axis=1)[:, : len(text)]
+    return np.concatenate(found, axis=1)[:worlds, : len(text)]
 
 
 def log_softmax(z: np.ndarray) -> np.ndarray:
@@ -149,6 +152,6 @@ def fisher(model: jd.Decoder, text: np.ndarray, picks: Sequence[Pick], scored: n
     """E[(d sum_t l_t(y_t) / d gate)^2] / N of each pick, every word of the vocabulary summed over, token by token."""
     high, low = nudged(model, text, picks)
     dz = ((high - low) / (2 * EPS))[:, :-1]
-    p = np.exp(log_softmax(logits(model, text, worlds=2 * len(picks))[:1, :-1]))
+    p = np.exp(log_softmax(logits(model, text)[:, :-1]))
     score = (p * dz).sum(axis=-1, keepdims=True) - dz  # of each word as the label
     return ((p * score**2).sum(axis=-1) * scored).sum(axis=-1) / scored.sum()

@@ -106,13 +106,13 @@ def test_effects_of_forgetting_a_heads_state_are_those_of_a_plain_run(tape, scor
 
 def test_effects_of_silencing_a_head_are_those_of_a_model_without_its_columns_of_the_output_matrix(tape):
     found = head_effects(plain.model(), tape, MASK, UNITS, "output")
-    V, untouched = plain.QWEN.value_dim, mean_loss(plain.logits(plain.model(), TEXT, worlds=7)[:1], MASK)[0]
+    V, untouched = plain.QWEN.value_dim, mean_loss(plain.logits(plain.model(), TEXT)[:1], MASK)[0]
     for effect, (layer, *head) in zip(found, UNITS, strict=True):
         model = plain.fresh(plain.QWEN)
         out = plain.linear_layers(model)[layer].mixer.out
         columns = slice(head[0] * V, (head[0] + 1) * V) if head else slice(None)
         out[...] = out[...].at[:, columns].set(0)
-        expected = mean_loss(plain.logits(model, TEXT, worlds=7)[:1], MASK)[0] - untouched
+        expected = mean_loss(plain.logits(model, TEXT)[:1], MASK)[0] - untouched
         assert abs(expected) > 1e-3
         np.testing.assert_allclose(effect, expected, rtol=1e-9)
 
@@ -155,7 +155,7 @@ def test_gauss_newton_is_minus_the_gate_and_half_the_curvature_of_the_softmax(ta
     np.testing.assert_allclose(first, -slopes(scored), rtol=1e-6, atol=1e-9)
     high, low = plain.nudged(plain.model(), TEXT, PICKS)
     dz = ((high - low) / (2 * plain.EPS))[:, :-1]
-    p = np.exp(plain.log_softmax(plain.logits(plain.model(), TEXT, worlds=2 * len(PICKS))[0, :-1]))
+    p = np.exp(plain.log_softmax(plain.logits(plain.model(), TEXT)[0, :-1]))
     curvature = np.einsum("ty,yw->tyw", p, np.eye(p.shape[-1])) - p[:, :, None] * p[:, None, :]
     expected = np.einsum("xty,tyw,xtw,t->x", dz, curvature, dz, scored) / (2 * scored.sum())
     assert expected.max() > 1e-3

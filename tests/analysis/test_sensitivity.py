@@ -119,7 +119,7 @@ def test_a_heads_output_has_the_derivative_of_a_factor_on_its_columns_of_the_out
         model = plain.fresh(QWEN)
         out, V = plain.linear_layers(model)[layer].mixer.out, QWEN.value_dim
         out[...] = out[...].at[:, head * V : (head + 1) * V].multiply(factor)
-        return mean_loss(plain.logits(model, TEXT, worlds=2 * len(PICKS[QWEN]))[:1], EVERY)[0]
+        return mean_loss(plain.logits(model, TEXT)[:1], EVERY)[0]
 
     for layer, head in np.ndindex(2, 2):
         expected = (loss(layer, head, 1 + EPS) - loss(layer, head, 1 - EPS)) / (2 * EPS)
@@ -183,10 +183,10 @@ def test_sigmas_are_those_of_the_states(maps):
 
 
 def test_the_loss_is_the_mean_over_scored_tokens(maps, product):
-    z = plain.logits(plain.model(), TEXT, worlds=2 * len(PICKS[QWEN]))
+    z = plain.logits(plain.model(), TEXT)
     np.testing.assert_allclose(maps.loss, mean_loss(z[:1], EVERY), rtol=1e-10)
     assert maps.scored.values.tolist() == [22]
-    z = plain.logits(plain.model(PRODUCT), TEXT, worlds=2 * len(PICKS[PRODUCT]))
+    z = plain.logits(plain.model(PRODUCT), TEXT)
     np.testing.assert_allclose(product.loss[0], mean_loss(z[:1], MASK)[0], rtol=1e-10)
     assert product.scored.values.tolist() == [MASK.sum(), 11]
 
@@ -388,7 +388,7 @@ def test_a_difference_of_logits_has_gates_and_no_fisher():
 
     expected = slopes(QWEN, PICKS[QWEN], difference)
     np.testing.assert_allclose(picked(x.gate, PICKS[QWEN]), expected, **TOLERANCE)
-    z = plain.logits(plain.model(), TEXT, worlds=2 * len(PICKS[QWEN]))
+    z = plain.logits(plain.model(), TEXT)
     np.testing.assert_allclose(x.loss, difference(z[:1]), rtol=1e-10)
     assert not any("fisher" in name or "sample" in name for name in x.data_vars)
     np.testing.assert_array_equal(x.effect, -x.gate)
