@@ -145,8 +145,9 @@ def record(
         starts.append(jax.device_get(start) if on_host else start)
         if index + 1 < count or caches:  # without attention nothing of the last segment is needed
             here = tokens[:, index * segment : (index + 1) * segment]
-            recurrent, caches = _advance(model.config, params, recurrent, caches, here, text_of(lengths, index, segment))
-            check_finite(model.config, np.asarray(jnp.isfinite(recurrent.S).all(axis=(-2, -1))), "the state", index)
+            text = text_of(lengths, index, segment)
+            recurrent, caches, finite = _advance(model.config, params, recurrent, caches, here, text)
+            _check_run(model.config, np.asarray(finite), recurrent.S, index, segment)
         after_segment(index)
     return Tape(starts, caches, tokens, lengths, segment, intervention)
 
@@ -191,7 +192,7 @@ def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> Tape:
     """The rest of a recorded text from the start of segment ``index``, in X worlds whose states there are ``S``.
 
     The finished cache serves every world: what lies beyond a segment is masked, and worlds write their own places anew.
-    Only the first start is filled in; :func:`extend` runs the rest.
+    Only the first start is filled in; :func:`extend` runs the rest, once: it gives the caches away.
 
     Raises:
         ValueError: the tape holds several texts, or an intervention, whose memory at that boundary is one world's.
@@ -220,7 +221,7 @@ def extend(model: Decoder, tape: Tape) -> Tape:
     for index in range(-(-int(tape.lengths.max()) // tape.segment)):
         here = tape.tokens[:, index * tape.segment : (index + 1) * tape.segment]
         text = text_of(tape.lengths, index, tape.segment)
-        recurrent, caches = _advance(model.config, params, starts[-1].recurrent, caches, here, text)
+        recurrent, caches, _ = _advance(model.config, params, starts[-1].recurrent, caches, here, text)
         starts.append(Start(recurrent, None, None))
     return tape._replace(starts=starts[:-1], caches=caches)
 
@@ -245,13 +246,32 @@ def join(config: DecoderConfig, recurrent: Recurrent, caches: tuple[AttentionCar
     return Carry(layers, recurrent.position)
 
 
+def _check_run(config: DecoderConfig, finite: np.ndarray, S: Array, index: int, segment: int) -> None:
+    """Raise NonFiniteError for a segment whose residual stream or states, ``finite`` Bool[layers + 1 B], broke."""
+    if finite.all():
+        return
+    place, row = (int(i[0]) for i in np.nonzero(~finite))
+    if place and config.layer_kinds[place - 1] == "linear":
+        heads = np.ones(S.shape[:3], bool)
+        layer = config.linear_layers.index(place - 1)
+        heads[layer] = np.asarray(jnp.isfinite(S[layer]).all(axis=(-2, -1)))
+        check_finite(config, heads, "the state", index)
+    after = f"layer {place - 1} ({config.layer_kinds[place - 1]})" if place else "the embedding"
+    raise NonFiniteError(
+        f"NaN or infinity first after {after}, in row {row}, tokens {index * segment} to {(index + 1) * segment - 1}; "
+        "look for broken weights there, or run in float32",
+        row,
+    )
+
+
 def check_finite(config: DecoderConfig, finite: np.ndarray, what: str, boundary: int) -> None:
     """Raise NonFiniteError where an entry of ``finite``, Bool[L B H], is False."""
     if not finite.all():
         layer, row, head = (int(i[0]) for i in np.nonzero(~finite))
+        where = "the start of the text" if boundary < 0 else f"boundary {boundary}"
         raise NonFiniteError(
-            f"NaN or infinity in {what} of layer {config.linear_layers[layer]}, head {head}, boundary {boundary}, "
-            f"row {row}; look for broken weights there, or run in float32",
+            f"NaN or infinity in {what} of layer {config.linear_layers[layer]}, head {head}, {where}, row {row}; "
+            "look for broken weights there, or run in float32",
             row,
         )
 
@@ -259,7 +279,7 @@ def check_finite(config: DecoderConfig, finite: np.ndarray, what: str, boundary:
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _advance(config, params, recurrent: Recurrent, caches, tokens: Tokens, length: Int[Array, " B"]):
     out = rebuilt(config, params)(tokens, join(config, recurrent, caches), length)
-    return split(out.carry)
+    return *split(out.carry), out.finite
 
 
 @partial(jax.jit, static_argnums=(0, 1))

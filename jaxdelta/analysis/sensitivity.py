@@ -139,7 +139,8 @@ def sensitivity(
         after_segment: called with the segments done so far, of 2 N, for progress.
 
     Returns:
-        A dataset over (document, boundary, layer, head, direction): ``sigma``, ``gate``, ``fisher``, ``effect``; over
+        A dataset of the objective's mean as ``loss`` (for "kl" the next-token loss), and over
+        (document, boundary, layer, head, direction) ``sigma``, ``gate``, ``fisher``, ``effect``; over
         (document, token, layer, head) ``beta`` (with a ``step`` where n_h > 1) and ``log_decay``: dL/dbeta and dL/dg; over
         (document, segment or boundary, layer, head) ``head_output`` and ``head_state``, derivatives of gates on a head's
         output after its norm and on its carried state. ``*_sample`` hold the summed loss's derivative for each sampled
@@ -260,6 +261,8 @@ def sensitivity_maps(
 
 
 def _check_options(loss: Loss, samples: int, intervention: Intervention | None, frozen_basis: bool) -> None:
+    if not isinstance(loss, LogitDifference) and loss not in ("next_token", "kl"):
+        raise ValueError(f"loss is {loss!r}; expected 'next_token', 'kl' or a LogitDifference")
     if samples < 0:
         raise ValueError(f"samples is {samples}; expected at least 0")
     if frozen_basis and not isinstance(intervention, Truncate):
