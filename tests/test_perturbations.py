@@ -327,7 +327,7 @@ def test_worlds_in_a_batch_are_separate_runs(kind):
         np.testing.assert_allclose(together[world], alone[0], rtol=1e-4, atol=1e-5)
 
 
-def test_zeroed_states_make_a_segment_what_a_recurrent_model_reads_alone(plain):
+def test_zeroed_states_make_a_segment_what_a_recurrent_model_reads_alone():
     """Without attention, and with a convolution of one tap, nothing else crosses the boundary."""
     alone = fresh_model(layer_kinds=("linear",), conv_width=1)
     found = jd.run(alone, TEXTS, segment=SEGMENT, intervention=Zero()).losses
