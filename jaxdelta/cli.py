@@ -60,6 +60,8 @@ def sensitivity_command(arguments: argparse.Namespace, console: Console) -> None
     texts = read_texts(arguments.documents) if arguments.documents else embedded_texts()
     if arguments.validate and (arguments.loss != "next_token" or arguments.rank is not None):
         raise ValueError("--validate measures removals by the next-token loss of the untouched model: no --loss, no --rank")
+    if arguments.directions < 0:
+        raise ValueError(f"--directions is {arguments.directions}; expected at least 1, or 0 for all")
     out = arguments.out or Path("results") / f"sensitivity-{Path(arguments.model).name}"
     model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
     documents = [d.head(arguments.max_tokens) for d in tokenize(texts, model.tokenizer)]
