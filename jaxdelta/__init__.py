@@ -6,6 +6,7 @@ import os
 # machine made small ones 250 times slower. OpenBLAS reads this when the first of them is compiled.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from jaxdelta.analysis.sensitivity import LogitDifference, sensitivity
 from jaxdelta.analysis.sweep import sweep
 from jaxdelta.checkpoints import CheckpointError, embedded_models, inspect, load, save
 from jaxdelta.interventions import Truncate
@@ -27,6 +28,7 @@ __all__ = [
     "Decoder",
     "DeltaLM",
     "DeltaLMConfig",
+    "LogitDifference",
     "NonFiniteError",
     "Qwen3_5",
     "Qwen3_5Config",
@@ -46,6 +48,7 @@ __all__ = [
     "load",
     "run",
     "save",
+    "sensitivity",
     "singular_values",
     "stable_rank",
     "states",
