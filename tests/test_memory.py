@@ -15,21 +15,7 @@ from jaxdelta.models import build
 from jaxdelta.models.config import DeltaLMConfig, Qwen3_5Config
 from tests.tiny import CONFIG, fresh_model
 
-QWEN3_5_0_8B = Qwen3_5Config(
-    vocab_size=248320,
-    width=1024,
-    mlp_width=3584,
-    layer_kinds=("linear", "linear", "linear", "attention") * 6,
-    num_key_heads=16,
-    num_value_heads=16,
-    key_dim=128,
-    value_dim=128,
-    conv_width=4,
-    num_query_heads=8,
-    num_kv_heads=2,
-    head_dim=256,
-    rotary_dim=64,
-)
+QWEN3_5_0_8B = Qwen3_5Config.size_0_8b()
 
 
 def nbytes(tree):

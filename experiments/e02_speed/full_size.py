@@ -7,22 +7,7 @@ from flax import nnx
 
 import jaxdelta as jd
 
-FULL_SIZE = jd.Qwen3_5Config(
-    vocab_size=248320,
-    width=1024,
-    mlp_width=3584,
-    layer_kinds=("linear", "linear", "linear", "attention") * 6,
-    num_key_heads=16,
-    num_value_heads=16,
-    key_dim=128,
-    value_dim=128,
-    conv_width=4,
-    num_query_heads=8,
-    num_kv_heads=2,
-    head_dim=256,
-    rotary_dim=64,
-    max_position=262144,
-)
+FULL_SIZE = jd.Qwen3_5Config.size_0_8b()
 
 
 def random_model(dtype: str = "float32", seed: int = 0) -> jd.Qwen3_5:

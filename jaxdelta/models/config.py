@@ -154,6 +154,26 @@ class Qwen3_5Config(DecoderConfig):
         return (sizes,) * self.layer_kinds.count("attention")
 
     @classmethod
+    def size_0_8b(cls) -> "Qwen3_5Config":
+        """Qwen3.5-0.8B: 752,393,024 parameters."""
+        return cls(
+            vocab_size=248320,
+            width=1024,
+            mlp_width=3584,
+            layer_kinds=("linear", "linear", "linear", "attention") * 6,
+            num_key_heads=16,
+            num_value_heads=16,
+            key_dim=128,
+            value_dim=128,
+            conv_width=4,
+            num_query_heads=8,
+            num_kv_heads=2,
+            head_dim=256,
+            rotary_dim=64,
+            max_position=262144,
+        )
+
+    @classmethod
     def tiny(cls, **changes) -> "Qwen3_5Config":
         """A model for tests whose sizes are all different, so that no transposed axis passes unseen."""
         sizes = dict(
