@@ -23,3 +23,10 @@ def dtype(request):
     """Run the test once in f32 and once in f64."""
     with jax.enable_x64(request.param == "float64"):
         yield jnp.dtype(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_end_with_their_module():
+    """Every compiled program holds memory maps, of which Linux gives a process 65,530: thousands of tests use them up."""
+    yield
+    jax.clear_caches()
