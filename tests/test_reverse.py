@@ -415,20 +415,26 @@ def test_broken_weights_of_a_head_are_named_with_layer_head_and_boundary():
         record(broken(2, "in_b", 1), text, lengths=LENGTHS[:1], segment=SEGMENT)
 
 
-def test_a_state_that_breaks_later_is_named_with_its_boundary_and_row():
+def test_a_residual_stream_that_breaks_later_is_named_with_its_layer_row_and_tokens():
     model = plain.fresh(plain.QWEN)
     texts = np.where(TOKENS == 16, 0, TOKENS)
     texts[1, 7] = 16
     model.embed[...] = model.embed[...].at[16].set(jnp.inf)
-    with pytest.raises(jd.NonFiniteError, match="the state of layer 0, head 0, boundary 1, row 1") as error:
+    with pytest.raises(jd.NonFiniteError, match="first after the embedding, in row 1, tokens 5 to 9") as error:
         record(model, texts, lengths=LENGTHS, segment=SEGMENT)
     assert error.value.row == 1
 
 
+def test_an_output_gate_that_breaks_is_named_with_its_layer():
+    """It touches no state: the residual stream after the last linear layer is what breaks."""
+    with pytest.raises(jd.NonFiniteError, match=r"first after layer 2 \(linear\), in row 0, tokens 0 to 4"):
+        record(broken(2, "in_z", 0), TOKENS[:1, : LENGTHS[0]], lengths=LENGTHS[:1], segment=SEGMENT)
+
+
 def test_derivatives_that_break_are_named_with_layer_head_and_boundary():
-    """The output gate of the last linear layer touches no state; all derivatives break, the last boundary's first."""
-    model, text = broken(2, "in_z", 0), TOKENS[:1, : LENGTHS[0]]
+    """A cotangent that is infinite; all derivatives break, the last boundary's first."""
+    model, text = plain.fresh(plain.QWEN), TOKENS[:1, : LENGTHS[0]]
     tape = record(model, text, lengths=LENGTHS[:1], segment=SEGMENT)
-    w = weights(model)[:1, :1]
+    w = np.full_like(weights(model)[:1, :1], np.inf)
     with pytest.raises(jd.NonFiniteError, match="the derivative of layer 0, head 0, boundary 3, row 0"):
         pulled_back(model, tape, w)
