@@ -4,7 +4,7 @@ For the embedded held-out documents: sensitivity maps of the control model, then
 directions of one boundary's states (96 drawn at random, the same in every document), of every head's output and state, and
 of layers. Besides first order and Fisher, the dearer estimates are made for the directions.
 
-    python -m experiments.e02_sensitivity.run            WALL_TIME on 2 CPU cores; continues where it was killed
+    python -m experiments.e02_sensitivity.run            continues where it was killed; not timed as a whole yet
     python -m experiments.e02_sensitivity.plot           reads only what the run wrote
 
 Expected at a model that fits its text: first order alone ranks badly, its size and the Fisher part better, and integrated
