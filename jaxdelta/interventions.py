@@ -207,14 +207,14 @@ class Project(Perturbation):
     basis: AnyArray = field(compare=False)
 
     def prepare(self, S):
-        L, B, H, K, _ = S.shape
+        K = S.shape[3]
         basis = np.asarray(self.basis, S.dtype)
         if basis.ndim != 5 or basis.shape[3] != K:
             raise ValueError(f"basis has shape {basis.shape}; expected [B, L, H, {K}, Q]")
         error = np.abs(np.swapaxes(basis, -1, -2) @ basis - np.eye(basis.shape[-1])).max()
         if error > 1e-4:
             raise ValueError(f"columns of basis are not orthonormal: Q^T Q is off the identity by {error:.2g}")
-        return jnp.asarray(np.moveaxis(np.broadcast_to(basis, (B, L, H, *basis.shape[3:])), 0, 1))
+        return by_head(basis, S, S.dtype)
 
     def change(self, S, own, index):
         return jnp.einsum("...ki,...ji,...jv->...kv", own, own, S, precision=HIGHEST), own

@@ -201,8 +201,8 @@ def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> Tape:
         raise ValueError("worlds branch off from one text without an intervention")
     worlds, at = S.shape[1], tape.starts[index].recurrent
 
-    def repeated(x, axis: int = 0):
-        return jnp.repeat(jnp.asarray(x), worlds, axis=axis)
+    def repeated(x):
+        return jnp.repeat(jnp.asarray(x), worlds, axis=0)
 
     recurrent = Recurrent(S, tuple(repeated(t) for t in at.tails), repeated(at.position))
     return Tape(

@@ -228,7 +228,7 @@ def log_normalizer(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array
     B, T, D = hidden.shape
     rows = hidden.reshape(B * T, D)
 
-    def add(sums, words, _):
+    def add(sums, words):
         """Log-sum-exp so far, as the largest logit and the sum relative to it."""
         largest, total = sums
         logits = linear(rows, words, dtype=largest.dtype)
@@ -240,18 +240,18 @@ def log_normalizer(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array
     return (largest + jnp.log(total)).reshape(B, T)
 
 
-def over_words(model: Decoder, rows: int, add: Callable[[Any, Array, Any], Any], sums: Any) -> Any:
-    """Fold ``add(sums, rows of a block of words, index of its first)`` over the head; logits of one block exist at once."""
+def over_words(model: Decoder, rows: int, add: Callable[[Any, Array], Any], sums: Any) -> Any:
+    """Fold ``add(sums, rows of a block of words)`` over the head; logits of one block exist at once."""
     weight = model.head_weight
     block = _words_at_once(len(weight), rows)
     whole = len(weight) // block * block
 
     def step(sums, part):
-        return add(sums, *part), None
+        return add(sums, part), None
 
-    parts = weight[:whole].reshape(-1, block, weight.shape[1]), jnp.arange(0, whole, block)
+    parts = weight[:whole].reshape(-1, block, weight.shape[1])
     sums, _ = jax.lax.scan(jax.checkpoint(step), sums, parts)
-    return add(sums, weight[whole:], whole) if whole < len(weight) else sums
+    return add(sums, weight[whole:]) if whole < len(weight) else sums
 
 
 def _words_at_once(words: int, rows: int) -> int:

@@ -71,7 +71,7 @@ def _pushed(config, params, recurrent, caches, tokens, targets, length, scored, 
     hidden_rows, weight = hidden[0], scored[0]
     normalizer = log_normalizer(model, hidden)[0][:, None]
 
-    def add(sums, words, _):
+    def add(sums, words):
         mean, square = sums
         p = jnp.exp(jnp.einsum("td,yd->ty", hidden_rows, words, precision=HIGHEST) - normalizer)
         dz = jnp.einsum("xtd,yd->xty", d_hidden[:, 0], words, precision=HIGHEST)

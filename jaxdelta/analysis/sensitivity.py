@@ -169,7 +169,7 @@ def sensitivity(
         after_segment=after_segment,
     )
     objective, inputs = objective_of(loss, tape, scored, drawn, seed)
-    collected = _Collected(model, tape, drawn)
+    collected = _Collected(tape, drawn)
     for pulled in pull_back(model, tape, objective, inputs, cotangents=1 + drawn, frozen_basis=frozen_basis):
         collected.add(pulled)
         after_segment(2 * len(tape.starts) - 1 - pulled.index)
@@ -361,7 +361,7 @@ def _expected_and_sampled(
     wide = log_total.dtype
     precision = HIGHEST if hidden.dtype != jnp.bfloat16 else None
 
-    def add(sums, words, _):
+    def add(sums, words):
         mean, below, passed = sums
         logits = jnp.einsum("nd,yd->ny", rows, words, preferred_element_type=wide, precision=precision)
         p = jnp.exp(logits - log_total)
@@ -394,8 +394,8 @@ def gates(S: Matrices, G: Float[Array, "R *batch K V"]) -> tuple[Float[Array, "*
 class _Collected:
     """Arrays of a pull-back as they come, the last segment first, moved to the host a segment late."""
 
-    def __init__(self, model: Decoder, tape: Tape, samples: int):
-        self.model, self.tape, self.samples = model, tape, samples
+    def __init__(self, tape: Tape, samples: int):
+        self.tape, self.samples = tape, samples
         self.parts: list[dict[str, np.ndarray]] = []
         self._waiting: dict[str, Any] | None = None
 
