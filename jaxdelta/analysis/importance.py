@@ -11,6 +11,14 @@ import xarray as xr
 
 from jaxdelta.analysis.sensitivity import tail_effect
 
+PARTS = {"output": "segment", "state": "boundary"}  # of a head, and what its derivatives are summed over
+
+
+def head_sums(maps: xr.Dataset, part: str) -> tuple[xr.DataArray, xr.DataArray | None]:
+    """Of a part of heads the derivatives summed over the text, and each sample's, None without samples."""
+    along, sample = PARTS[part], f"head_{part}_sample"
+    return maps[f"head_{part}"].sum(along), maps[sample].sum(along) if sample in maps else None
+
 
 def head_importance(maps: xr.Dataset) -> xr.Dataset:
     """Maps over (document, layer, head) and (document, layer): ``head_output``, ``head_state``, ``layer_output`` ...
@@ -19,9 +27,8 @@ def head_importance(maps: xr.Dataset) -> xr.Dataset:
     layer (Michel, Levy, Neubig, arXiv 1905.10650). Nats a scored token, the others.
     """
     found = {}
-    for part, along in (("output", "segment"), ("state", "boundary")):
-        first = maps[f"head_{part}"].sum(along)
-        drawn = maps[f"head_{part}_sample"].sum(along) if f"head_{part}_sample" in maps else None
+    for part in PARTS:
+        first, drawn = head_sums(maps, part)
         found[f"head_{part}"] = _effect(first, drawn, maps.scored)
         found[f"layer_{part}"] = _effect(first.sum("head"), None if drawn is None else drawn.sum("head"), maps.scored)
     size = abs(maps.head_output.sum("segment"))

@@ -22,6 +22,7 @@ from scipy import stats
 
 from jaxdelta.analysis import ablation, estimators
 from jaxdelta.analysis.ablation import Direction
+from jaxdelta.analysis.importance import PARTS, head_sums
 from jaxdelta.analysis.sensitivity import as_batch, objective_of
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.reverse import pull_back, record
@@ -110,7 +111,7 @@ def compare(
         batch, lengths, mask = as_batch(model, document, None if scored is None else scored[row], segment)
         tape, mask = record(model, batch, lengths=lengths, segment=segment), mask[0]
         found = {"direction": ablation.direction_effects(model, tape, mask, boundary, chosen, worlds=worlds)}
-        for part in ("output", "state"):
+        for part in PARTS:
             found[f"head_{part}"] = ablation.head_effects(model, tape, mask, heads, part, worlds=worlds)
             found[f"layer_{part}"] = ablation.head_effects(model, tape, mask, layers, part, worlds=worlds)
         for kind, effects in found.items():
@@ -125,9 +126,8 @@ def compare(
     cheap = _cheap(at.gate.isel(picked), at.gate_sample.isel(picked) if "gate_sample" in maps else None, maps.scored)
     dearer = {name: np.stack(effects) for name, effects in dearer.items()}
     compared = [Comparison("direction", list(map(tuple, chosen)), np.stack(measured["direction"]), cheap | dearer)]
-    for part, along in (("output", "segment"), ("state", "boundary")):
-        first = maps[f"head_{part}"].sum(along)
-        drawn = maps[f"head_{part}_sample"].sum(along) if f"head_{part}_sample" in maps else None
+    for part in PARTS:
+        first, drawn = head_sums(maps, part)
         for kind, units in (("head", heads), ("layer", layers)):
             sums = [x if x is None or kind == "head" else x.sum("head") for x in (first, drawn)]
             flat = [x if x is None else x.stack(unit=("layer", "head")) if kind == "head" else x for x in sums]
