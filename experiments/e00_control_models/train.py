@@ -1,11 +1,12 @@
-"""Train the embedded control model: a small Qwen3.5 text model that shows what a cut of the carried state costs.
+"""Train an embedded control model: ``control``, a small Qwen3.5, or ``control-product``, a small Gated DeltaProduct.
 
 Question: is there a model of exactly this architecture, small enough to ship, that predicts text it has not seen
     clearly better than a general compressor, and that uses its memory beyond a segment of 256 tokens?
-Command: ``python -m experiments.e00_control_models.train``, then ``python -m experiments.e00_control_models.install`` to
-    put the result into the package. Continues where it was when run again.
-Wall time: 98 minutes on 2 CPU cores that had other work too (bf16 products, f32 parameters); 1.0 s a short step alone.
-Expected: 1.96 held-out bits a byte, where ``xz -9e`` needs 2.71; the card of the installed model has the figures.
+Command: ``python -m experiments.e00_control_models.train NAME``, then ``python -m experiments.e00_control_models.install
+    NAME`` to put the result into the package. Continues where it was when run again.
+Wall time: control 98 minutes on 2 CPU cores that had other work too (bf16 products, f32 parameters); 1.0 s a short step
+    alone.
+Expected: control 1.96 held-out bits a byte, where ``xz -9e`` needs 2.71; the cards of the installed models have the figures.
 
 Texts are one stream with separators. Windows of 512 tokens first, then a share of steps at 4,096, so that positions and
 states as long as those of the embedded documents are met in training. AdamW (Loshchilov and Hutter, arXiv 1711.05101) with
@@ -26,8 +27,8 @@ import optax
 from flax import nnx
 
 from experiments.e00_control_models import data
-from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.models.qwen3_5 import Qwen3_5
+from jaxdelta.models import build
+from jaxdelta.models.config import DecoderConfig, DeltaLMConfig, Qwen3_5Config
 
 CONTROL = Qwen3_5Config(
     vocab_size=data.VOCAB_SIZE,
@@ -47,13 +48,29 @@ CONTROL = Qwen3_5Config(
     max_position=8192,
 )
 
+# No attention: all that it remembers of a text is in the states. beta reaches 2, so that a factor can reflect.
+CONTROL_PRODUCT = DeltaLMConfig(
+    family="gated_deltaproduct",
+    vocab_size=data.VOCAB_SIZE,
+    width=128,
+    mlp_width=384,
+    layer_kinds=("linear",) * 6,
+    num_key_heads=4,
+    num_value_heads=4,
+    key_dim=32,
+    value_dim=32,
+    num_householder=2,
+    negative_eigenvalues=True,
+    tied=True,
+    max_position=8192,
+)
 
 SAVED = "training.npz"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the control model is trained.
+    """How a control model is trained.
 
     Attributes:
         steps: optimizer steps, each of ``batch_tokens`` predicted tokens.
@@ -81,6 +98,12 @@ class Recipe:
         return self.long_window if step >= (1 - self.long_share) * self.steps else self.window
 
 
+CONTROLS: dict[str, tuple[DecoderConfig, Recipe]] = {
+    "control": (CONTROL, Recipe()),
+    "control-product": (CONTROL_PRODUCT, Recipe(steps=1500)),
+}
+
+
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, recipe.learning_rate, recipe.warmup, recipe.steps, 0.1 * recipe.learning_rate
@@ -99,9 +122,9 @@ def mean_loss(graphdef, params, windows):
     return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), targets).mean()
 
 
-def train(recipe: Recipe, config: Qwen3_5Config, stream: np.ndarray, held_out: np.ndarray, out: Path, *, every: int = 100):
+def train(recipe: Recipe, config: DecoderConfig, stream: np.ndarray, held_out: np.ndarray, out: Path, *, every: int = 100):
     """Train on windows of ``stream``; returns the parameters and the loss curve. Resumes from ``out``."""
-    graphdef, params = nnx.split(Qwen3_5(config, rngs=nnx.Rngs(recipe.seed)))
+    graphdef, params = nnx.split(build(config, rngs=nnx.Rngs(recipe.seed)))
     transform = optimizer(recipe)
     opt_state = transform.init(params)
     loss_of = partial(mean_loss, graphdef)
@@ -136,9 +159,9 @@ def train(recipe: Recipe, config: Qwen3_5Config, stream: np.ndarray, held_out: n
     return nnx.merge(graphdef, params), curve
 
 
-def restored(out: Path, recipe: Recipe, config: Qwen3_5Config):
+def restored(out: Path, recipe: Recipe, config: DecoderConfig):
     """Parameters and loss curve of the training in ``out``, as far as it came."""
-    params = nnx.split(Qwen3_5(config))[1]
+    params = nnx.split(build(config))[1]
     _, curve, (params, _) = _restore(out / SAVED, recipe, (params, optimizer(recipe).init(params)))
     return params, curve
 
@@ -162,21 +185,27 @@ def _restore(path: Path, recipe: Recipe, tree):
         return int(saved["step"]), json.loads(str(saved["curve"])), jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
+def arguments_of(description: str) -> argparse.ArgumentParser:
+    """The arguments that training and installation share: which model, and the folder of its training."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("name", choices=list(CONTROLS))
+    parser.add_argument("--out", type=Path, help="folder of the training (default: results/NAME)")
+    return parser
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the embedded control model.")
-    parser.add_argument("--out", type=Path, default=Path("results/control"), help="folder for checkpoints and the model")
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
-    arguments = parser.parse_args()
-    recipe = Recipe(steps=arguments.steps)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments = arguments_of("Train an embedded control model.").parse_args()
+    out = arguments.out or Path("results") / arguments.name
+    config, recipe = CONTROLS[arguments.name]
+    out.mkdir(parents=True, exist_ok=True)
 
     documents, held_out_documents = data.split_documents(data.load_documents())
     tokenizer = data.train_tokenizer([d.text for d in documents])
-    tokenizer.save(str(arguments.out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"))
     stream = data.training_stream(tokenizer, [d.text for d in documents])
     held_out = data.training_stream(tokenizer, [d.text for d in held_out_documents])
     print(f"{len(stream):,} training tokens, {len(held_out):,} held out; {asdict(recipe)}", flush=True)
-    train(recipe, CONTROL, stream, held_out, arguments.out)
+    train(recipe, config, stream, held_out, out)
 
 
 if __name__ == "__main__":
