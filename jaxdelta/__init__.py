@@ -6,7 +6,8 @@ import os
 # machine made small ones 250 times slower. OpenBLAS reads this when the first of them is compiled.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from jaxdelta.analysis.sensitivity import LogitDifference, sensitivity
+from jaxdelta.analysis.objectives import LogitDifference
+from jaxdelta.analysis.sensitivity import sensitivity
 from jaxdelta.analysis.sweep import sweep
 from jaxdelta.checkpoints import CheckpointError, embedded_models, inspect, load, save
 from jaxdelta.interventions import Truncate

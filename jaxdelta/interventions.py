@@ -291,7 +291,8 @@ class Swap(Perturbation):
     """Take the states of another run.
 
     Attributes:
-        states: Float[N-1 L B H K V], for each boundary, or one for all of them, with broadcast axes of size one.
+        states: Float[N-1 L B H K V], for each boundary, or one for all of them, with broadcast axes of size one. NaN where
+            there are several and the run has more boundaries, so that the run ends there with an error.
     """
 
     states: AnyArray = field(compare=False)
@@ -304,4 +305,6 @@ class Swap(Perturbation):
             raise ValueError(f"states have shape {other.shape}; expected [N-1, {', '.join(map(str, S.shape))}]") from None
 
     def change(self, S, own, index):
-        return own[jnp.minimum(index, len(own) - 1)], own
+        if len(own) == 1:
+            return own[0], own
+        return jnp.where(index < len(own), own[jnp.minimum(index, len(own) - 1)], jnp.nan), own

@@ -58,7 +58,7 @@ class Tape(NamedTuple):
 
     Attributes:
         starts: one for each segment.
-        caches: of each attention layer the finished key/value cache.
+        caches: of each attention layer the key/value cache of all segments but the last.
         tokens: Int[B, count * segment + 1].
         lengths: Int[B].
         segment: tokens a segment.
@@ -71,6 +71,17 @@ class Tape(NamedTuple):
     lengths: np.ndarray
     segment: int
     intervention: Intervention | None
+
+    @property
+    def count(self) -> int:
+        """Segments of the longest text."""
+        return -(-int(self.lengths.max()) // self.segment)
+
+    def part(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens of a segment and what follows each, Int[B segment], and how many of each row are text, Int[B]."""
+        begin, end = index * self.segment, (index + 1) * self.segment
+        text = np.clip(self.lengths - begin, 0, self.segment).astype(np.int32)
+        return self.tokens[:, begin:end], self.tokens[:, begin + 1 : end + 1], text
 
 
 @runtime_checkable
@@ -134,7 +145,7 @@ def record(
     memory = None
     if intervention is not None:
         intervention, memory = intervention.start(join(model.config, recurrent, caches))
-    starts = []
+    tape = Tape([], caches, tokens, lengths, segment, intervention)
     for index in range(count):
         arriving, before = None, memory
         if index and intervention is not None:
@@ -142,14 +153,13 @@ def record(
             S, memory = _cut(intervention, model.config, recurrent, caches, memory)
             recurrent = recurrent._replace(S=S)
         start = Start(recurrent, arriving, before)
-        starts.append(jax.device_get(start) if on_host else start)
-        if index + 1 < count or caches:  # without attention nothing of the last segment is needed
-            here = tokens[:, index * segment : (index + 1) * segment]
-            text = text_of(lengths, index, segment)
+        tape.starts.append(jax.device_get(start) if on_host else start)
+        if index + 1 < count:  # what the last segment gives is found when it is pulled back
+            here, _, text = tape.part(index)
             recurrent, caches, finite = _advance(model.config, params, recurrent, caches, here, text)
             _check_run(model.config, np.asarray(finite), recurrent.S, index, segment)
         after_segment(index)
-    return Tape(starts, caches, tokens, lengths, segment, intervention)
+    return tape._replace(caches=caches)
 
 
 def pull_back(
@@ -176,12 +186,11 @@ def pull_back(
     wide = like.S.dtype
     caches = jax.tree.map(lambda c: jnp.zeros((R, *c.shape), wide), tape.caches)
     for index in reversed(range(len(tape.starts))):
-        start = tape.starts[index]
-        here = tape.tokens[:, index * tape.segment : (index + 1) * tape.segment]
-        text = text_of(tape.lengths, index, tape.segment)
-        values, layer_inputs, state, tails, caches, probes = _pull_segment(
+        start, (here, _, text) = tape.starts[index], tape.part(index)
+        values, finite, layer_inputs, state, tails, caches, probes = _pull_segment(
             config, objective, params, start.recurrent, tape.caches, here, text, inputs(index), state, tails, caches
         )
+        _check_run(config, np.asarray(finite[0]), finite[1], index, tape.segment)
         check_finite(config, np.asarray(jnp.isfinite(state).all(axis=(0, -2, -1))), "the derivative", index - 1)
         yield Pulled(index, values, state, *probes, layer_inputs)
         if start.arriving is not None:
@@ -218,17 +227,11 @@ def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> Tape:
 def extend(model: Decoder, tape: Tape) -> Tape:
     """A branched tape with the starts of all its segments."""
     params, starts, caches = nnx.state(model), list(tape.starts), tape.caches
-    for index in range(-(-int(tape.lengths.max()) // tape.segment)):
-        here = tape.tokens[:, index * tape.segment : (index + 1) * tape.segment]
-        text = text_of(tape.lengths, index, tape.segment)
+    for index in range(tape.count - 1):
+        here, _, text = tape.part(index)
         recurrent, caches, _ = _advance(model.config, params, starts[-1].recurrent, caches, here, text)
         starts.append(Start(recurrent, None, None))
-    return tape._replace(starts=starts[:-1], caches=caches)
-
-
-def text_of(lengths: np.ndarray, index: int, segment: int) -> np.ndarray:
-    """How many tokens of a segment are text, for each row."""
-    return np.clip(lengths - index * segment, 0, segment).astype(np.int32)
+    return tape._replace(starts=starts, caches=caches)
 
 
 def split(carry: Carry) -> tuple[Recurrent, tuple[AttentionCarry, ...]]:
@@ -314,10 +317,10 @@ def _pull_segment(config, objective, params, recurrent, caches, tokens, length, 
     def run(S, tails, caches, probes):
         out = model(tokens, join(config, Recurrent(S, tails, recurrent.position), caches), length, probes)
         following, caches = split(out.carry)
-        return (out.hidden, following.S, following.tails, jax.tree.map(written, caches)), out.inputs
+        return (out.hidden, following.S, following.tails, jax.tree.map(written, caches)), (out.inputs, out.finite)
 
     probes = model.probes(B, T)
-    (hidden, *_), pull, layer_inputs = jax.vjp(run, recurrent.S, recurrent.tails, caches, probes, has_aux=True)
+    (hidden, S, *_), pull, (layer_inputs, finite) = jax.vjp(run, recurrent.S, recurrent.tails, caches, probes, has_aux=True)
     values, into_hidden = objective(model, hidden, inputs)
 
     def pulled(into_hidden, state, tails, cache_sums):
@@ -337,4 +340,4 @@ def _pull_segment(config, objective, params, recurrent, caches, tokens, length, 
         *following, probes = jax.tree.map(lambda x: x[None], pulled(*jax.tree.map(lambda x: x[0], cotangents)))
     else:
         *following, probes = jax.lax.map(lambda one: pulled(*one), cotangents)
-    return values, jnp.stack(layer_inputs), *following, probes._replace(residual=probes.residual[0])
+    return values, (finite, S), jnp.stack(layer_inputs), *following, probes._replace(residual=probes.residual[0])

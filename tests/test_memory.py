@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxdelta as jd
 from jaxdelta import memory, reverse, segments
-from jaxdelta.analysis.sensitivity import NextToken, NextTokenInputs
+from jaxdelta.analysis.objectives import NextToken, NextTokenInputs
 from jaxdelta.memory import RunMemory, gib, reverse_fits, reverse_memory, rows_that_fit, run_memory
 from jaxdelta.models import build
 from jaxdelta.models.config import DeltaLMConfig, Qwen3_5Config

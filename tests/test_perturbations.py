@@ -218,6 +218,11 @@ def test_swap_takes_the_states_of_each_boundary_or_one_for_all():
     np.testing.assert_array_equal(perturbed(Swap(of_all), *[carry] * 3)[1], expected)
 
 
+def test_swap_has_no_state_for_a_boundary_beyond_its_last():
+    with pytest.raises(jd.NonFiniteError):
+        segments.run(model(layer_kinds=KINDS), TEXTS, segment=SEGMENT, intervention=Swap(np.zeros((2, 1, 1, 1, 1, 1))))
+
+
 # For whom, and when
 
 

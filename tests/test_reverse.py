@@ -13,7 +13,7 @@ from flax import nnx
 import jaxdelta as jd
 from jaxdelta import reverse
 from jaxdelta.analysis.ablation import _losses
-from jaxdelta.analysis.sensitivity import objective_of
+from jaxdelta.analysis.objectives import objective_of
 from jaxdelta.interventions import Intervention
 from jaxdelta.models.decoder import with_states
 from jaxdelta.nn.linear_mixer import LinearProbe

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jaxdelta.dims import HIGHEST
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.low_rank import left_directions
-from jaxdelta.reverse import Tape, branch, join, split, text_of
+from jaxdelta.reverse import Tape, branch, join, split
 from jaxdelta.segments import rebuilt, token_losses
 
 
@@ -119,9 +119,8 @@ def _losses(model: Decoder, tape: Tape, first: int, *, output=None, state=None) 
     ones = np.ones((L, worlds, start.recurrent.S.shape[2]), np.float32)
     output, state = (ones if x is None else x for x in (output, state))
     found = []
-    for index in range(-(-int(tape.lengths.max()) // tape.segment)):
-        here, following = (tape.tokens[:, index * tape.segment + shift :][:, : tape.segment] for shift in (0, 1))
-        text = text_of(tape.lengths, index, tape.segment)
+    for index in range(tape.count):
+        here, following, text = tape.part(index)
         kept = state if first + index else ones
         losses, recurrent, caches = _losing(model.config, params, recurrent, caches, here, following, text, output, kept)
         found.append(np.asarray(losses, np.float64))

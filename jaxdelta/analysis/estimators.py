@@ -17,11 +17,11 @@ import numpy as np
 from flax import nnx
 
 from jaxdelta.analysis.ablation import Direction, direction_terms, without
-from jaxdelta.analysis.sensitivity import objective_of
+from jaxdelta.analysis.objectives import objective_of
 from jaxdelta.dims import HIGHEST
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.nn.linear_mixer import LinearCarry
-from jaxdelta.reverse import Pulled, Recurrent, Tape, branch, extend, join, pull_back, split, text_of
+from jaxdelta.reverse import Pulled, Recurrent, Tape, branch, extend, join, pull_back, split
 from jaxdelta.segments import log_normalizer, over_words, rebuilt
 
 
@@ -44,8 +44,7 @@ def gauss_newton(
     mask[: len(scored)] = scored[: len(mask)]
     for index in range(boundary + 1, len(tape.starts)):
         part = slice(index * segment, (index + 1) * segment)
-        here, following = tape.tokens[:, part], tape.tokens[:, part.start + 1 : part.stop + 1]
-        text = text_of(tape.lengths, index, segment)
+        here, following, text = tape.part(index)
         recurrent = jax.tree.map(jnp.asarray, tape.starts[index].recurrent)
         tangent, linear, square = _pushed(
             model.config, params, recurrent, tape.caches, here, following, text, mask[None, part], tangent
@@ -109,8 +108,7 @@ def exact_local(
         states = jnp.concatenate([whole, changed])
         for index in range(boundary + 1, len(tape.starts)):
             tail = jnp.asarray(tape.starts[index].recurrent.tails[layer])
-            part = by_index[index]
-            text = text_of(tape.lengths, index, tape.segment)
+            part, (_, _, text) = by_index[index], tape.part(index)
             states, effect = _local(
                 model.config, int(layer), nnx.state(model), states, tail, part.inputs[layer], part.residual[layer], text
             )

@@ -23,18 +23,26 @@ def head_sums(maps: xr.Dataset, part: str) -> tuple[xr.DataArray, xr.DataArray |
 def head_importance(maps: xr.Dataset) -> xr.Dataset:
     """Maps over (document, layer, head) and (document, layer): ``head_output``, ``head_state``, ``layer_output`` ...
 
-    Also ``michel``, the magnitude of the first-order derivative of a head's output gate, scaled to unit norm within a
-    layer (Michel, Levy, Neubig, arXiv 1905.10650). Nats a scored token, the others.
+    Also ``michel`` of the heads' outputs, without a unit; the others are in nats a scored token.
     """
     found = {}
     for part in PARTS:
         first, drawn = head_sums(maps, part)
         found[f"head_{part}"] = _effect(first, drawn, maps.scored)
         found[f"layer_{part}"] = _effect(first.sum("head"), None if drawn is None else drawn.sum("head"), maps.scored)
-    size = abs(maps.head_output.sum("segment"))
-    norm = (size**2).sum("head") ** 0.5
-    found["michel"] = size / norm.where(norm > 0, 1)
+    found["michel"] = michel(head_sums(maps, "output")[0])
     return xr.Dataset(found, attrs=maps.attrs)
+
+
+def michel(first: xr.DataArray) -> xr.DataArray:
+    """|derivative of a head's gate|, scaled to unit norm within a layer.
+
+    In each document, so that what is found of one does not depend on the others. Source: Michel, Levy, Neubig, arXiv
+    1905.10650.
+    """
+    size = abs(first.astype("float64"))
+    norm = (size**2).sum("head") ** 0.5
+    return size / norm.where(norm > 0, 1)
 
 
 def truncation_importance(maps: xr.Dataset, rank: int) -> xr.DataArray:

@@ -21,16 +21,17 @@ gates of heads, Michel, Levy, Neubig, arXiv 1905.10650; Fisher masks, Kwon et al
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import xarray as xr
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jaxdelta.analysis.objectives import LogitDifference, Loss, objective_of
 from jaxdelta.checkpoints import parameters_sha256
 from jaxdelta.dims import HIGHEST, Matrices
 from jaxdelta.interventions import Intervention, Truncate
@@ -39,69 +40,13 @@ from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.low_rank import has_gap, left_directions
 from jaxdelta.results import Results
 from jaxdelta.reverse import Pulled, Tape, pull_back, record
-from jaxdelta.segments import NonFiniteError, check_tokens, chosen_logits, log_normalizer, over_words
+from jaxdelta.segments import NonFiniteError, check_tokens
 from jaxdelta.tasks.documents import Document
 
 GAUGE = (
     "gates of single directions inside a block of equal singular values depend on the basis; use tail_gate, tail_fisher. "
     "All gates of a head together have almost no first-order signal where its state is only read: the norm cancels them."
 )
-
-
-class NextTokenInputs(NamedTuple):
-    """Arrays of one segment: ``targets`` Int[B T], ``scored`` Bool[B T], ``count`` Int[B], ``uniforms`` Float[R B T]."""
-
-    targets: Array
-    scored: Array
-    count: Array
-    uniforms: Array
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """Mean loss over scored tokens, in nats: cotangents of the loss itself, then of sampled labels, summed over tokens."""
-
-    def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: NextTokenInputs):
-        normalizer = log_normalizer(model, hidden)
-        losses = normalizer - chosen_logits(model, hidden, inputs.targets)
-        expected, labels = _expected_and_sampled(model, hidden, normalizer, inputs.uniforms)
-        words = jnp.concatenate([inputs.targets[None], labels])
-        weights = jnp.where(inputs.scored, 1.0, 0.0).astype(losses.dtype)
-        into = (expected - model.head_weight[words]) * weights[..., None]
-        return losses * weights, into.at[0].divide(jnp.maximum(inputs.count, 1)[:, None, None])
-
-
-class LogitDifferenceInputs(NamedTuple):
-    """Arrays of one segment: ``words`` and ``others`` Int[B T], ``scored`` Bool[B T], ``count`` Int[B]."""
-
-    words: Array
-    others: Array
-    scored: Array
-    count: Array
-
-
-@dataclass(frozen=True)
-class _LogitDifferenceObjective:
-    def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: LogitDifferenceInputs):
-        weights = jnp.where(inputs.scored, 1.0, 0.0)
-        values = chosen_logits(model, hidden, inputs.words) - chosen_logits(model, hidden, inputs.others)
-        rows = model.head_weight[inputs.words] - model.head_weight[inputs.others]
-        return values * weights, (rows * (weights / jnp.maximum(inputs.count, 1)[:, None])[..., None])[None]
-
-
-@dataclass(frozen=True)
-class LogitDifference:
-    """Mean over scored tokens of the logit of one word minus that of another, instead of a loss; it has no Fisher part.
-
-    Attributes:
-        words, others: Int[N - 1] or whole numbers, for the token that follows tokens 0 .. i.
-    """
-
-    words: np.ndarray | int
-    others: np.ndarray | int
-
-
-Loss = Literal["next_token", "kl"] | LogitDifference
 
 
 def sensitivity(
@@ -319,66 +264,6 @@ def as_batch(
     return batch, lengths, counts
 
 
-def objective_of(loss: Loss, tape: Tape, scored: np.ndarray, samples: int, seed: int):
-    """The objective, and its arrays in each segment."""
-    B, size = len(tape.lengths), tape.segment
-    count = len(tape.starts) * size
-    mask = np.zeros((B, count), bool)
-    mask[:, : scored.shape[1]] = scored[:, :count]
-    total = scored.sum(axis=1)
-
-    def part(x: np.ndarray, index: int) -> np.ndarray:
-        return x[:, index * size : (index + 1) * size]
-
-    if isinstance(loss, LogitDifference):
-        pairs = []
-        for words in (loss.words, loss.others):
-            padded = np.zeros((B, count), np.int32)
-            padded[:, : scored.shape[1]] = words
-            pairs.append(padded)
-
-        def inputs(index: int) -> LogitDifferenceInputs:
-            return LogitDifferenceInputs(part(pairs[0], index), part(pairs[1], index), part(mask, index), total)
-
-        return _LogitDifferenceObjective(), inputs
-
-    def inputs(index: int) -> NextTokenInputs:
-        shape = samples, B, size
-        key = jax.random.fold_in(jax.random.key(seed), index) if samples else None
-        uniforms = np.zeros(shape, np.float32) if key is None else jax.random.uniform(key, shape)
-        return NextTokenInputs(part(tape.tokens[:, 1:], index), part(mask, index), total, uniforms)
-
-    return NextToken(), inputs
-
-
-def _expected_and_sampled(
-    model: Decoder, hidden: Float[Array, "B T D"], normalizer: Float[Array, "B T"], uniforms: Float[Array, "R B T"]
-) -> tuple[Float[Array, "B T D"], Int[Array, "R B T"]]:
-    """The head's rows averaged over the predictive distribution, and words drawn from it by inversion."""
-    B, T, D = hidden.shape
-    rows, log_total = hidden.reshape(B * T, D), normalizer.reshape(B * T, 1)
-    levels = uniforms.reshape(-1, B * T, 1)
-    wide = log_total.dtype
-    precision = HIGHEST if hidden.dtype != jnp.bfloat16 else None
-
-    def add(sums, words):
-        mean, below, passed = sums
-        logits = jnp.einsum("nd,yd->ny", rows, words, preferred_element_type=wide, precision=precision)
-        p = jnp.exp(logits - log_total)
-        mean = mean + jnp.einsum(
-            "ny,yd->nd", p.astype(words.dtype), words, preferred_element_type=wide, precision=precision
-        )
-        if not len(levels):
-            return mean, below, passed
-        cumulative = below + jnp.cumsum(p, axis=-1)
-        return mean, cumulative[:, -1:], passed + jnp.sum(cumulative < levels, axis=-1, dtype=jnp.int32)
-
-    start = jnp.zeros((B * T, D), wide), jnp.zeros((B * T, 1), wide), jnp.zeros(levels.shape[:2], jnp.int32)
-    mean, _, passed = over_words(model, B * T, add, start)
-    labels = jnp.minimum(passed, len(model.head_weight) - 1)
-    return mean.reshape(B, T, D), labels.reshape(uniforms.shape)
-
-
 @jax.jit
 def gates(S: Matrices, G: Float[Array, "R *batch K V"]) -> tuple[Float[Array, "*batch D"], Float[Array, "R *batch D"]]:
     """sigma of each direction of S, descending, and for each cotangent G the derivative for a gate on that direction."""
@@ -422,94 +307,103 @@ class _Collected:
         self._flush()
         return np.stack([part[name] for part in reversed(self.parts) if name in part])
 
+    @property
+    def boundaries(self) -> np.ndarray:
+        """Tokens seen at each boundary."""
+        return self.tape.segment * np.arange(1, self.tape.count)
+
+    def at_boundaries(self, x: np.ndarray) -> np.ndarray:
+        """``x`` [B, N - 1, ...], NaN where a document has ended and no state is handed on."""
+        return _where(self.tape.lengths[:, None] > self.boundaries, x)
+
+    def in_segments(self, x: np.ndarray) -> np.ndarray:
+        """``x`` [B, N, ...], NaN where a document has ended before the segment begins."""
+        return _where(self.tape.lengths[:, None] > self.tape.segment * np.arange(self.tape.count), x)
+
+    def by_token(self, name: str, steps: int) -> np.ndarray:
+        """[B, tokens, L, H, steps] of the first objective, NaN where a document has ended."""
+        x = np.moveaxis(self.stacked(name), (0, 1, 2), (1, 3, 0))  # N L B P H -> B N P L H
+        x = np.moveaxis(x.reshape(len(x), self.tape.count * self.tape.segment, steps, *x.shape[3:]), 2, -1)
+        x = x[:, : self.tape.lengths.max()]
+        return _where(np.arange(x.shape[1]) < self.tape.lengths[:, None], x)
+
+    def by_sample(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """First order [B, N, L, H, ...], and the samples of the summed loss [R, B, N, L, H, ...]."""
+        x = np.moveaxis(self.stacked(name), (0, 1, 2, 3), (2, 0, 3, 1))  # N R L B ... -> R B N L ...
+        masked = self.in_segments if name == "head_output" else self.at_boundaries
+        x = np.stack([masked(part) for part in x])
+        return x[0], x[1:]
+
+
+def _where(valid: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return np.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, np.nan)
+
 
 def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: Loss, names) -> xr.Dataset:
-    """Named arrays of a pull-back; NaN where a document has ended."""
-    c, samples, size = model.config, collected.samples, tape.segment
-    B, segments = len(tape.lengths), len(tape.starts)
-    boundaries = size * np.arange(1, segments)
-    continues = tape.lengths[:, None] > boundaries  # a state is handed on to some token
-    begun = tape.lengths[:, None] > size * np.arange(segments)
-    is_token = np.arange(segments * size) < tape.lengths[:, None]
-
-    def at(valid: np.ndarray, x: np.ndarray) -> np.ndarray:
-        return np.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, np.nan)
-
-    def by_sample(name: str, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First order [B, N, L, H, ...], and the samples of the summed loss [R, B, N, L, H, ...]."""
-        x = np.moveaxis(collected.stacked(name), (0, 1, 2, 3), (2, 0, 3, 1))  # N R L B ... -> R B N L ...
-        return at(valid, x[0]), np.stack([at(valid, part) for part in x[1:]]) if samples else x[1:]
-
-    def by_token(name: str, steps: int) -> np.ndarray:
-        """[B, tokens, L, H, steps]"""
-        x = np.moveaxis(collected.stacked(name), (0, 1, 2), (1, 3, 0))  # N L B P H -> B N P L H
-        x = x.reshape(B, segments * size, steps, *x.shape[3:])
-        return at(is_token, np.moveaxis(x, 2, -1))[:, : tape.lengths.max()]
+    """Named arrays of a pull-back."""
+    n = model.config.num_householder
 
     def first_order(x: np.ndarray) -> np.ndarray:
         return np.where(np.isnan(x), np.nan, 0.0).astype(x.dtype) if loss == "kl" else x
 
-    sigma = at(continues, np.moveaxis(collected.stacked("sigma"), (0, 1, 2), (1, 2, 0)))
-    where = ("document", "boundary", "layer", "head")
+    per_head, per_token = ("document", "boundary", "layer", "head"), ("document", "token", "layer", "head")
+    sigma = np.moveaxis(collected.stacked("sigma"), (0, 1, 2), (1, 2, 0))
+    beta = first_order(collected.by_token("beta", n))
     found: dict[str, tuple] = {
-        "sigma": ((*where, "direction"), sigma),
+        "sigma": ((*per_head, "direction"), collected.at_boundaries(sigma)),
         "loss": (("document",), collected.stacked("values").sum(axis=(0, 2), dtype=np.float64) / count),
         "scored": (("document",), count),
-        "log_decay": (("document", "token", "layer", "head"), first_order(by_token("g", 1)[..., 0])),
+        "log_decay": (per_token, first_order(collected.by_token("g", 1)[..., 0])),
+        "beta": ((*per_token, "step"), beta) if n > 1 else (per_token, beta[..., 0]),
     }
-    beta = first_order(by_token("beta", c.num_householder))
-    several = c.num_householder > 1
-    dims = ("document", "token", "layer", "head")
-    found["beta"] = ((*dims, "step"), beta) if several else (dims, beta[..., 0])
-    per_token = count.reshape(B, *(1,) * 3)
-    for name, dims, valid in (
-        ("gate", (*where, "direction"), continues),
-        ("head_state", where, continues),
-        ("head_output", ("document", "segment", "layer", "head"), begun),
+    for name, stem, dims in (
+        ("gate", "", (*per_head, "direction")),
+        ("head_state", "head_state_", per_head),
+        ("head_output", "head_output_", ("document", "segment", "layer", "head")),
     ):
-        first, drawn = by_sample(name, valid)
+        first, drawn = collected.by_sample(name)
         first = first_order(first)
-        found[name] = (dims, first)
-        stem = {"gate": "", "head_state": "head_state_", "head_output": "head_output_"}[name]
-        if samples:
-            n = per_token[..., None] if name == "gate" else per_token
-            fisher = np.mean(np.square(drawn, dtype=np.float64), axis=0) / n
+        effect = -first
+        if len(drawn):
+            scored = count.reshape(-1, *(1,) * (first.ndim - 1))
+            fisher = np.mean(np.square(drawn, dtype=np.float64), axis=0) / scored
+            effect = (effect + 0.5 * fisher).astype(first.dtype)
             found[f"{name}_sample"] = (("sample", *dims), drawn)
-            found[stem + "fisher"] = (dims, fisher.astype(first.dtype))
-            found[stem + "effect"] = (dims, (-first + 0.5 * fisher).astype(first.dtype))
-        else:
-            found[stem + "effect"] = (dims, -first)
+            found[f"{stem}fisher"] = (dims, fisher.astype(first.dtype))
+        found |= {name: (dims, first), f"{stem}effect": (dims, effect)}
     if isinstance(tape.intervention, Truncate):
-        found["without_gap"] = (("document", "boundary"), at(continues, collected.stacked("without_gap").T))
-    coords = {
-        "document": list(names) if names is not None else np.arange(B),
-        "boundary": boundaries,
-        "segment": np.arange(segments),
+        found["without_gap"] = (("document", "boundary"), collected.at_boundaries(collected.stacked("without_gap").T))
+    attrs = _attributes(loss, collected.samples, tape.segment)
+    return xr.Dataset(found, _coordinates(model, collected, names), attrs)
+
+
+def _coordinates(model: Decoder, collected: _Collected, names: Sequence[str] | None) -> dict[str, Any]:
+    c, tape = model.config, collected.tape
+    return {
+        "document": list(names) if names is not None else np.arange(len(tape.lengths)),
+        "boundary": collected.boundaries,
+        "segment": np.arange(tape.count),
         "token": np.arange(tape.lengths.max()),
         "layer": np.arange(len(c.linear_layers)),
         "model_layer": ("layer", list(c.linear_layers)),
         "head": np.arange(c.num_value_heads),
         "direction": np.arange(c.max_rank),
     }
-    label = "logit_difference" if isinstance(loss, LogitDifference) else loss
-    fisher_note = (
-        f"sampled labels, {samples} a token"
-        if samples
-        else "none: a logit difference has no Fisher part"
-        if isinstance(loss, LogitDifference)
-        else "none: samples = 0"
-    )
-    attrs = {
-        "objective": label,
-        "unit": "logits" if isinstance(loss, LogitDifference) else "nats a scored token",
+
+
+def _attributes(loss: Loss, samples: int, segment: int) -> dict[str, Any]:
+    difference = isinstance(loss, LogitDifference)
+    without = "none: a logit difference has no Fisher part" if difference else "none: samples = 0"
+    return {
+        "objective": "logit_difference" if difference else loss,
+        "unit": "logits" if difference else "nats a scored token",
         "effect": "-gate + fisher / 2" if samples else "-gate",
-        "fisher": fisher_note,
-        "segment_tokens": size,
+        "fisher": f"sampled labels, {samples} a token" if samples else without,
+        "segment_tokens": segment,
         "samples": samples,
         "note": GAUGE,
         "validated": "no: compare with measured ablations before ranking by these numbers",
     }
-    return xr.Dataset(found, coords, attrs)
 
 
 def tail_gate(maps: xr.Dataset) -> xr.DataArray:

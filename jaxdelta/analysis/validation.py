@@ -22,8 +22,9 @@ from scipy import stats
 
 from jaxdelta.analysis import ablation, estimators
 from jaxdelta.analysis.ablation import Direction
-from jaxdelta.analysis.importance import PARTS, head_sums
-from jaxdelta.analysis.sensitivity import as_batch, objective_of
+from jaxdelta.analysis.importance import PARTS, head_sums, michel
+from jaxdelta.analysis.objectives import objective_of
+from jaxdelta.analysis.sensitivity import as_batch
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.reverse import pull_back, record
 
@@ -133,7 +134,7 @@ def compare(
             flat = [x if x is None else x.stack(unit=("layer", "head")) if kind == "head" else x for x in sums]
             predicted = _cheap(*flat, maps.scored)
             if kind == "head":
-                predicted["michel"] = _michel(first)
+                predicted["michel"] = michel(first).stack(unit=("layer", "head")).transpose("document", "unit").values
             name = f"{kind}_{part}"
             compared.append(Comparison(name, units, np.stack(measured[name]), predicted))
     return compared
@@ -157,13 +158,6 @@ def _cheap(gate: xr.DataArray, drawn: xr.DataArray | None, scored: xr.DataArray)
         half = half / np.asarray(scored)[:, None]
         found |= {"fisher / 2": half, "first order + fisher / 2": first + half}
     return found
-
-
-def _michel(first: xr.DataArray) -> np.ndarray:
-    """|gate| of each document, scaled to unit norm within a layer (of the mean over documents)."""
-    size = np.abs(first.transpose("document", "layer", "head").values.astype(np.float64))
-    norm = np.linalg.norm(size.mean(axis=0), axis=-1)[:, None]
-    return (size / np.where(norm > 0, norm, 1)).reshape(len(size), -1)
 
 
 def _dear(model, tape, mask, boundary, chosen, steps, worlds) -> dict[str, np.ndarray]:

@@ -122,17 +122,27 @@ def attend(
 
     ``last``: the highest position that any query has.
     """
-    T, M = q.shape[1], carry.keys.shape[1]
+    B, T, A, d = q.shape
+    M, G = carry.keys.shape[1:3]
     lengths = _prefix_lengths(min(T, M), M)
+    # One text and group at a time on a CPU: of a product with leading axes XLA copies the scores, transposed, backward.
+    each = jax.lax.map if jax.default_backend() == "cpu" else _together
 
     def over(length: int):
         # Without the checkpoint reverse mode would keep, and fill with zeros, the scores of every branch.
-        return jax.checkpoint(
-            lambda q, keys, values, positions: _attend(q, keys[:, :length], values[:, :length], positions, window)
-        )
+        one = jax.checkpoint(lambda x: _attend(x[0], x[1][:length], x[2][:length], x[3], window))
+        return lambda *x: each(one, x)
 
     branch = jnp.searchsorted(jnp.asarray(lengths), last, side="right")
-    return jax.lax.switch(branch, [over(n) for n in lengths], q, *carry, positions)
+    q = jnp.moveaxis(q.reshape(B, T, G, A // G, d), 2, 1)
+    keys, values = (jnp.moveaxis(x, 2, 1) for x in carry)
+    groups = (x.reshape(B * G, *x.shape[2:]) for x in (q, keys, values))
+    y = jax.lax.switch(branch, [over(n) for n in lengths], *groups, jnp.repeat(positions, G, axis=0))
+    return jnp.moveaxis(y.reshape(B, G, T, A // G, d), 1, 2).reshape(B, T, A, d)
+
+
+def _together(f, xs):
+    return jax.vmap(f)(xs)
 
 
 def _prefix_lengths(shortest: int, M: int) -> list[int]:
@@ -142,34 +152,33 @@ def _prefix_lengths(shortest: int, M: int) -> list[int]:
     return [n for n in sorted({*doubled, *(3 * n // 2 for n in doubled)}) if n < M] + [M]
 
 
-def _attend(q: Array, keys: Array, values: Array, positions: Array, window: int | None) -> Array:
-    """Attention in blocks of queries, so that scores of at most QUERY_BLOCK queries exist at once, in reverse mode too."""
-    B, T, A, d = q.shape
+def _attend(
+    q: Float[Array, "T r d"],
+    keys: Float[Array, "M d"],
+    values: Float[Array, "M d"],
+    positions: Int[Array, " T"],
+    window: int | None,
+) -> Float[Array, "T r d"]:
+    """One text's queries of one group, in blocks, so that scores of at most QUERY_BLOCK queries exist at once."""
+    T, r, d = q.shape
     if T <= QUERY_BLOCK:
         return _attend_block(q, keys, values, positions, window)
     pad = -T % QUERY_BLOCK
-    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    positions = jnp.pad(positions, ((0, 0), (0, pad)))
-    blocks = (
-        jnp.moveaxis(q.reshape(B, -1, QUERY_BLOCK, A, d), 1, 0),
-        jnp.moveaxis(positions.reshape(B, -1, QUERY_BLOCK), 1, 0),
-    )
-    y = jax.lax.map(jax.checkpoint(lambda block: _attend_block(block[0], keys, values, block[1], window)), blocks)
-    return jnp.moveaxis(y, 0, 1).reshape(B, T + pad, A, d)[:, :T]
+    q = jnp.pad(q, ((0, pad), (0, 0), (0, 0))).reshape(-1, QUERY_BLOCK, r, d)
+    positions = jnp.pad(positions, (0, pad)).reshape(-1, QUERY_BLOCK)
+    block = jax.checkpoint(lambda x: _attend_block(x[0], keys, values, x[1], window))
+    return jax.lax.map(block, (q, positions)).reshape(T + pad, r, d)[:T]
 
 
 def _attend_block(q: Array, keys: Array, values: Array, positions: Array, window: int | None) -> Array:
-    B, T, A, d = q.shape
-    G, M = keys.shape[2], keys.shape[1]
+    T, r, d = q.shape
+    M = len(keys)
     wide = accumulation_dtype(q)
-    precision = HIGHEST if q.dtype != jnp.bfloat16 else None
-    product = partial(jnp.einsum, preferred_element_type=wide, precision=precision)
-    # Axes stay in the order that the products give: the scores are the largest array and are never transposed.
-    scores = product("btgad,bsgd->bgtas", q.reshape(B, T, G, A // G, d), keys) * d**-0.5
+    product = partial(jnp.matmul, preferred_element_type=wide, precision=HIGHEST if q.dtype != jnp.bfloat16 else None)
+    scores = product(q.reshape(T * r, d), keys.T) * d**-0.5
     # Padding may lie beyond the cache, where a window would hold nothing, and a softmax of nothing is NaN.
-    age = jnp.minimum(positions, M - 1)[:, :, None] - jnp.arange(M)
+    age = jnp.minimum(positions, M - 1)[:, None] - jnp.arange(M)
     read = age >= 0 if window is None else (age >= 0) & (age < window)
     visible = jnp.where(read, 0.0, -jnp.inf).astype(wide)
-    weights = jax.nn.softmax(scores + visible[:, None, :, None], axis=-1).astype(values.dtype)
-    y = product("bgtas,bsgd->bgtad", weights, values)
-    return jnp.moveaxis(y, 1, 2).reshape(B, T, A, d).astype(q.dtype)
+    weights = jax.nn.softmax(scores.reshape(T, r, M) + visible[:, None], axis=-1).astype(values.dtype)
+    return product(weights.reshape(T * r, M), values).reshape(T, r, d).astype(q.dtype)

@@ -136,7 +136,8 @@ def chunked(
         S = gamma[..., -1:, :] * S + jnp.einsum("bhck,bhcv->bhkv", k, D_last[..., None] * N, precision=HIGHEST)
         return S, o
 
-    S, o = jax.lax.scan(step, S, (q, k, v, gamma, write, read, D[..., -1, :]))
+    # Backward, a chunk is run again from its state: kept are the states alone.
+    S, o = jax.lax.scan(jax.checkpoint(step), S, (q, k, v, gamma, write, read, D[..., -1, :]))
     o = jnp.moveaxis(o, 3, 2)  # N B C H V
     o = jnp.moveaxis(o, 0, 1).reshape(o.shape[1], -1, *o.shape[3:])
     return o[:, :T], S

@@ -7,7 +7,7 @@ import pytest
 
 from jaxdelta.analysis.ablation import Direction, direction_effects, direction_terms, head_effects, without
 from jaxdelta.analysis.estimators import exact_local, gauss_newton, integrated_gradients
-from jaxdelta.analysis.sensitivity import objective_of
+from jaxdelta.analysis.objectives import objective_of
 from jaxdelta.nn.linear_mixer import LinearCarry
 from jaxdelta.reverse import Tape, branch, extend, pull_back, record
 from tests import plain

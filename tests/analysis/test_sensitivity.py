@@ -10,9 +10,8 @@ import xarray as xr
 from flax import nnx
 
 from jaxdelta import segments
+from jaxdelta.analysis.objectives import LogitDifference, expected_and_sampled
 from jaxdelta.analysis.sensitivity import (
-    LogitDifference,
-    _expected_and_sampled,
     gates,
     sensitivity,
     tail_effect,
@@ -334,7 +333,7 @@ def test_labels_follow_the_predictive_distribution(monkeypatch, words_at_once):
     hidden = jnp.asarray(np.random.default_rng(3).standard_normal((2, 3, QWEN.width)))
     logs = plain.log_softmax(np.asarray(hidden) @ np.asarray(model.head_weight).T)
     p = np.exp(logs)
-    sampled = jax.jit(lambda uniforms: _expected_and_sampled(model, hidden, log_normalizer(model, hidden), uniforms))
+    sampled = jax.jit(lambda uniforms: expected_and_sampled(model, hidden, log_normalizer(model, hidden), uniforms))
 
     def counts(uniforms: np.ndarray) -> np.ndarray:
         mean, labels = sampled(np.broadcast_to(uniforms, (n, 2, 3)))
@@ -352,7 +351,7 @@ def test_labels_follow_the_predictive_distribution(monkeypatch, words_at_once):
 def test_labels_at_the_ends_of_the_unit_interval_are_words():
     model, hidden = plain.model(), jnp.asarray(np.random.default_rng(3).standard_normal((1, 2, QWEN.width)))
     uniforms = jnp.broadcast_to(jnp.array([0.0, 1.0])[:, None, None], (2, 1, 2))
-    labels = _expected_and_sampled(model, hidden, log_normalizer(model, hidden), uniforms)[1]
+    labels = expected_and_sampled(model, hidden, log_normalizer(model, hidden), uniforms)[1]
     assert np.asarray(labels)[:, 0].tolist() == [[0, 0], [16, 16]]
 
 
