@@ -17,7 +17,7 @@ from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.models.qwen3_5 import Qwen3_5
 from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked
-from jaxdelta.ops.householder import active_rank, factor, frozen_dimension, spectral_radius, transition
+from jaxdelta.ops.householder import active_rank, frozen_dimension, spectral_radius, transition
 from jaxdelta.ops.low_rank import truncate
 from jaxdelta.ops.nearest_product import nearest_product
 from jaxdelta.ops.reflections import reflections
@@ -43,7 +43,6 @@ __all__ = [
     "effective_rank",
     "embedded_models",
     "energy_rank",
-    "factor",
     "forward",
     "frozen_dimension",
     "gated_delta_product",

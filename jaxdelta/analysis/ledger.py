@@ -145,22 +145,22 @@ def _measure(dim: int, draws: int, seed: int) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
-def equal(claim: str, claimed: float, measured, tolerance: float = 0.0) -> Line:
+def equal(claim: str, claimed: float | int, measured, tolerance: float = 0.0) -> Line:
     """Every value measured is ``claimed``."""
     return Line(claim, "=", float(claimed), tolerance, float(np.min(measured)), float(np.max(measured)))
 
 
-def at_most(claim: str, claimed: float, measured) -> Line:
+def at_most(claim: str, claimed: float | int, measured) -> Line:
     """No value measured exceeds ``claimed``."""
     return Line(claim, "<=", float(claimed), 0.0, float(np.min(measured)), float(np.max(measured)))
 
 
-def below(claim: str, claimed: float, measured) -> Line:
+def below(claim: str, claimed: float | int, measured) -> Line:
     """Every value measured is below ``claimed``."""
     return at_most(claim, claimed, measured)._replace(relation="<")
 
 
-def above(claim: str, claimed: float, measured) -> Line:
+def above(claim: str, claimed: float | int, measured) -> Line:
     """Every value measured is above ``claimed``."""
     return at_most(claim, claimed, measured)._replace(relation=">")
 
@@ -234,9 +234,9 @@ def rotating(sample: Sample) -> list[Line]:
     plane = np.stack(list(turned.values()))
     two = reflections(plane)
     planes = np.arange(1, sample.dim // 2 + 1)
-    many = np.stack([sample.rotation(*sample.rng.uniform(0.1, 3, m)) for m in planes])
+    many = np.stack([sample.rotation(*sample.rng.uniform(0.1, 3, m)) for m in planes.tolist()])
     found = reflections(many)
-    fewer = [_nearest(g, 2 * m - 1) for m, g in zip(planes, many, strict=True)]
+    fewer = [_nearest(g, 2 * m - 1) for m, g in zip(planes.tolist(), many, strict=True)]
     return [
         *(equal(f"to the nearest reflection, t = {name}", 2, _optimum(g, (2.0, 2.0)), 1e-12) for name, g in turned.items()),
         equal("reflections for one plane, the same t", 2, two.count),

@@ -55,7 +55,7 @@ def generated(*generators: np.ndarray, most: int = 1000) -> np.ndarray:
     return np.stack(list(found.values()))
 
 
-def _rotation(axis: tuple[float, ...], parts: int) -> np.ndarray:
+def _rotation(axis: tuple[float | int, ...], parts: int) -> np.ndarray:
     """By one of ``parts`` equal parts of a turn about an axis (Rodrigues)."""
     x, y, z = np.asarray(axis) / np.linalg.norm(axis)
     K = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])

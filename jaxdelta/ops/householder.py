@@ -17,12 +17,16 @@ in numpy on the host in the dtype of the matrix and at least f32, since eigenval
 an accelerator. Sources: classical linear algebra; Siems et al., "DeltaProduct", arXiv 2502.10297, for the product.
 """
 
+from typing import TypeAlias
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from jaxdelta.dims import HIGHEST, AnyArray, accumulation_dtype, is_traced, keeps_f64
+
+Measured: TypeAlias = np.ndarray | np.generic  # [*batch]; of one matrix a scalar
 
 UNIT_TOLERANCE = 100.0  # on ||k||^2 - 1, in units of eps
 RANK_TOLERANCE = 10.0  # in units of d * eps * the largest entry
@@ -106,24 +110,24 @@ def as_square(A, name: str = "A") -> np.ndarray:
     A = np.asarray(A)
     if A.ndim < 2 or A.shape[-1] != A.shape[-2] or A.shape[-1] < 1:
         raise ValueError(f"{name} has shape {A.shape}; expected square matrices [..., d, d]")
-    A = A.astype(np.float64 if A.dtype.kind in "iub" else np.promote_types(accumulation_dtype(A), A.dtype))
+    A = A.astype(np.float64 if A.dtype.kind in "iub" or A.dtype.itemsize >= 8 else np.float32)
     if not np.isfinite(A).all():
         raise ValueError(f"{np.sum(~np.isfinite(A))} of {A.size} entries of {name} are not finite")
     return A
 
 
-def eigenvalues(A) -> np.ndarray:
+def eigenvalues(A) -> Measured:
     """Eigenvalues, complex [*batch, d], by descending modulus. ValueError as :func:`as_square`."""
     found = np.linalg.eigvals(as_square(A)) + 0j
     return np.take_along_axis(found, np.argsort(-np.abs(found), axis=-1), -1)
 
 
-def spectral_radius(A) -> np.ndarray:
+def spectral_radius(A) -> Measured:
     """The largest modulus of an eigenvalue, [*batch]. ValueError as :func:`as_square`."""
     return np.abs(eigenvalues(A)[..., 0])
 
 
-def active_rank(A, alpha=1.0, *, tolerance: float | None = None) -> np.ndarray:
+def active_rank(A, alpha=1.0, *, tolerance: float | None = None) -> Measured:
     """rank(A - alpha I), int [*batch]: the directions in which A is more than a decay.
 
     Args:
@@ -145,17 +149,17 @@ def active_rank(A, alpha=1.0, *, tolerance: float | None = None) -> np.ndarray:
     return np.sum(sigma > np.asarray(tolerance)[..., None], axis=-1)
 
 
-def frozen_dimension(A, alpha=1.0, *, tolerance: float | None = None) -> np.ndarray:
+def frozen_dimension(A, alpha=1.0, *, tolerance: float | None = None) -> Measured:
     """dim ker(A - alpha I), int [*batch]: the directions that A only decays. Arguments, errors: :func:`active_rank`."""
     return np.shape(A)[-1] - active_rank(A, alpha, tolerance=tolerance)
 
 
-def determinant(A) -> np.ndarray:
+def determinant(A) -> Measured:
     """det A, [*batch]. ValueError as :func:`as_square`."""
     return np.linalg.det(as_square(A))
 
 
-def parity(g, *, tolerance: float | None = None) -> np.ndarray:
+def parity(g, *, tolerance: float | None = None) -> Measured:
     """det g of orthogonal matrices, int [*batch]: 1 for a product of an even number of reflections, -1 of an odd one.
 
     Raises:
@@ -164,17 +168,17 @@ def parity(g, *, tolerance: float | None = None) -> np.ndarray:
     return np.where(np.linalg.slogdet(check_orthogonal(g, tolerance=tolerance))[0] > 0, 1, -1)
 
 
-def expansion(A) -> np.ndarray:
+def expansion(A) -> Measured:
     """||A||_2 - 1, [*batch]: at most 0, up to rounding, where A lengthens nothing. ValueError as :func:`as_square`."""
     return np.linalg.norm(as_square(A), 2, axis=(-2, -1)) - 1
 
 
-def orthogonality_defect(A) -> np.ndarray:
+def orthogonality_defect(A) -> Measured:
     """||A^T A - I||_2, [*batch]: the most by which A changes a squared length. ValueError as :func:`as_square`."""
     return np.linalg.norm(_gram_excess(as_square(A)), 2, axis=(-2, -1))
 
 
-def distance_to_rotation(A) -> np.ndarray:
+def distance_to_rotation(A) -> Measured:
     """Frobenius distance to the nearest rotation (orthogonal, det 1), [*batch]; from an odd number of reflections it is 2.
 
     With A = U diag(sigma) V^T it is that to U V^T, or, where its det is -1, to U diag(1, ..., 1, -1) V^T.

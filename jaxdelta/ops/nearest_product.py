@@ -25,7 +25,7 @@ import numpy as np
 from scipy.linalg import schur
 from scipy.optimize import minimize
 
-from jaxdelta.ops.householder import check_orthogonal, orthogonality_tolerance, transition
+from jaxdelta.ops.householder import Measured, check_orthogonal, orthogonality_tolerance, transition
 
 Strengths = Literal["reflections", "switched", "free"]
 
@@ -168,7 +168,7 @@ def _normals(planes: Planes, n: int, *, single: int) -> np.ndarray:
     return np.concatenate([basis[:single], both.reshape(-1, d)])
 
 
-def distance(g: np.ndarray, k: np.ndarray, beta: np.ndarray) -> np.ndarray:
+def distance(g: np.ndarray, k: np.ndarray, beta: np.ndarray) -> Measured:
     """Frobenius distance of ``transition(k, beta)`` to g, [*batch]."""
     return np.linalg.norm(g - transition(k, beta), axis=(-2, -1))
 

@@ -17,7 +17,8 @@ from jaxdelta.dims import Matrices, Spectrum, accumulation_dtype, keeps_f64
 @keeps_f64
 def singular_values(S: Matrices) -> Spectrum:
     """Singular values, descending, [*batch, min(K, V)], in f32 or wider; differentiable where they are distinct."""
-    return jnp.linalg.svd(jnp.asarray(S).astype(accumulation_dtype(S)), compute_uv=False)
+    S = jnp.asarray(S)
+    return jnp.linalg.svd(S.astype(accumulation_dtype(S)), compute_uv=False)
 
 
 def effective_rank(S: Matrices) -> Float[Array, "*batch"]:
