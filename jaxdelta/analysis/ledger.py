@@ -23,6 +23,7 @@ from jaxdelta.analysis.representations import (
 from jaxdelta.ops.householder import (
     active_rank,
     determinant,
+    eigenvalues,
     expansion,
     factor,
     frozen_dimension,
@@ -171,6 +172,7 @@ def pinned(sample: Sample) -> list[Line]:
     return [
         at_most(f"|rho - 1|, n_h = {EACH}", ROUNDING, [np.abs(spectral_radius(A[n]) - 1) for n in FACTORS]),
         *(equal(f"frozen dimension, n_h = {n}", sample.dim - n, frozen_dimension(A[n])) for n in FACTORS),
+        equal("eigenvalues within 1e-12 of 1 less d - n_h", 0, [_at_one(A[n]) - (sample.dim - n) for n in FACTORS]),
         at_most(f"rank(A - I) - n_h, n_h = {EACH}", 0, [active_rank(A[n]) - n for n in FACTORS]),
     ]
 
@@ -347,13 +349,18 @@ CONDITIONS: dict[str, Callable[[Sample], list[Line]]] = {
     "One factor, unit key, beta in [0, 2]": one_factor,
     "Unit keys, beta = 2": reflecting,
     "Distance of a rotation of planes by t to products of reflections (beta = 2)": rotating,
-    "With a forget gate alpha in [0.5, 0.99], n_h = 4 (correction 1)": forget_gate,
-    "Keys x / sqrt(sum x^2 + 1e-6) with ||x|| = 1, n_h = 1 (correction 2)": short_keys,
-    "Write strengths beta = 2 sigmoid(x) (correction 2)": sigmoid_strength,
-    "Factors for the costliest element of a group, by representation (correction 3)": groups,
-    "Distance of a rotation of one plane by t, beta in [0, 2] (correction 4)": free_strength,
-    "Orthogonal g that products of n_h factors reach; distances (correction 5)": parities,
+    "With a forget gate alpha in [0.5, 0.99], n_h = 4": forget_gate,
+    "Keys x / sqrt(sum x^2 + 1e-6) with ||x|| = 1, n_h = 1": short_keys,
+    "Write strengths beta = 2 sigmoid(x)": sigmoid_strength,
+    "Factors for the costliest element of a group, by representation": groups,
+    "Distance of a rotation of one plane by t, beta in [0, 2]": free_strength,
+    "Orthogonal g that products of n_h factors reach; distances": parities,
 }
+
+
+def _at_one(A: np.ndarray) -> np.ndarray:
+    """Multiplicity of the eigenvalue 1, [*batch], from eigenvalues: a way to the frozen dimension that needs no rank."""
+    return np.sum(np.abs(eigenvalues(A) - 1) < 1e-12, axis=-1)
 
 
 def _optimum(g: np.ndarray, bounds: tuple[float, float]) -> float:
