@@ -7,13 +7,14 @@ verdict follows from the two. The claims are those of a study of DeltaProduct's 
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 
+from jaxdelta.analysis.claims import Line, above, at_most, below, equal
 from jaxdelta.analysis.representations import (
     costliest_element,
     cube_rotations,
@@ -54,32 +55,6 @@ SCHEMA = pa.schema(
         ("holds", pa.bool_()),
     ]
 )
-
-
-class Line(NamedTuple):
-    """A claim, ``claim relation claimed``, and the range measured for it.
-
-    Attributes:
-        tolerance: of "=", beside rounding of the last digits printed.
-        low, high: smallest and largest value measured.
-    """
-
-    claim: str
-    relation: Literal["=", "<=", "<", ">"]
-    claimed: float
-    tolerance: float
-    low: float
-    high: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether all that was measured is as claimed; NaN never is."""
-        return {
-            "=": bool(np.max(np.abs(np.array([self.low, self.high]) - self.claimed)) <= self.tolerance),
-            "<=": self.high <= self.claimed,
-            "<": self.high < self.claimed,
-            ">": self.low > self.claimed,
-        }[self.relation]
 
 
 class Sample(NamedTuple):
@@ -144,26 +119,6 @@ def _measure(dim: int, draws: int, seed: int) -> pa.Table:
         lines = measure(Sample(dim, draws, np.random.default_rng([seed, index])))
         rows += [dict(condition=condition, **line._asdict(), holds=line.holds) for line in lines]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
-
-
-def equal(claim: str, claimed: float | int, measured, tolerance: float = 0.0) -> Line:
-    """Every value measured is ``claimed``."""
-    return Line(claim, "=", float(claimed), tolerance, float(np.min(measured)), float(np.max(measured)))
-
-
-def at_most(claim: str, claimed: float | int, measured) -> Line:
-    """No value measured exceeds ``claimed``."""
-    return Line(claim, "<=", float(claimed), 0.0, float(np.min(measured)), float(np.max(measured)))
-
-
-def below(claim: str, claimed: float | int, measured) -> Line:
-    """Every value measured is below ``claimed``."""
-    return at_most(claim, claimed, measured)._replace(relation="<")
-
-
-def above(claim: str, claimed: float | int, measured) -> Line:
-    """Every value measured is above ``claimed``."""
-    return at_most(claim, claimed, measured)._replace(relation=">")
 
 
 def pinned(sample: Sample) -> list[Line]:

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from jaxdelta.analysis import ledger as module
-from jaxdelta.analysis.ledger import above, at_most, below, equal, ledger
+from jaxdelta.analysis.claims import above, at_most, below, equal
+from jaxdelta.analysis.ledger import ledger
 from jaxdelta.ops.nearest_product import distance, nearest_product
 from jaxdelta.report.ledger import measured, number, tables
 from jaxdelta.results import ResultsError
