@@ -127,7 +127,7 @@ def pinned(sample: Sample) -> list[Line]:
     return [
         at_most(f"|rho - 1|, n_h = {EACH}", ROUNDING, [np.abs(spectral_radius(A[n]) - 1) for n in FACTORS]),
         *(equal(f"frozen dimension, n_h = {n}", sample.dim - n, frozen_dimension(A[n])) for n in FACTORS),
-        equal("eigenvalues within 1e-12 of 1 less d - n_h", 0, [_at_one(A[n]) - (sample.dim - n) for n in FACTORS]),
+        equal("eigenvalues at 1 (to 1e-12) less d - n_h", 0, [_at_one(A[n]) - (sample.dim - n) for n in FACTORS]),
         at_most(f"rank(A - I) - n_h, n_h = {EACH}", 0, [active_rank(A[n]) - n for n in FACTORS]),
     ]
 
@@ -196,9 +196,9 @@ def rotating(sample: Sample) -> list[Line]:
     fewer = [_nearest(g, 2 * m - 1) for m, g in zip(planes.tolist(), many, strict=True)]
     return [
         *(equal(f"to the nearest reflection, t = {name}", 2, _optimum(g, (2.0, 2.0)), 1e-12) for name, g in turned.items()),
-        equal("reflections for one plane, the same t", 2, two.count),
+        equal("reflections for one plane, the same t", 2, two.num_householder),
         at_most("residual of the two", sample.rounding, distance(plane, two.k, two.beta)),
-        equal("reflections for m planes less 2 m, all m", 0, found.count - 2 * planes),
+        equal("reflections for m planes less 2 m, all m", 0, found.num_householder - 2 * planes),
         at_most("residual of the 2 m", sample.rounding, distance(many, found.k, found.beta)),
         equal("to the nearest product of 2 m - 1", 2, fewer, 1e-12),
     ]
@@ -284,7 +284,7 @@ def parities(sample: Sample) -> list[Line]:
     for n in FACTORS:
         k = sample.keys(n)
         k[::2, -1] = k[::2, 0]  # some products lose two reflections
-        counts[n] = reflections(transition(k, 2.0)).count
+        counts[n] = reflections(transition(k, 2.0)).num_householder
     g = sample.rotation(1.0)
     ranks = [transition(sample.keys(r)[0], 2.0) for r in range(1, 5)]
     switched = [nearest_product(g, 4, strengths="switched").error for g in ranks]

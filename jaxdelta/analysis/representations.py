@@ -32,7 +32,7 @@ def icosahedron_rotations() -> np.ndarray:
 
 def costliest_element(representation: np.ndarray) -> int:
     """max_g rank(rho(g) - I) over the elements [order, d, d]: the factors that the costliest of them needs."""
-    return int(reflections(representation).count.max())
+    return int(reflections(representation).num_householder.max())
 
 
 def generated(*generators: np.ndarray, most: int = 1000) -> np.ndarray:

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from jaxdelta.dims import HIGHEST, AnyArray, accumulation_dtype, is_traced, keeps_f64
 
-Measured: TypeAlias = np.ndarray | np.generic  # [*batch]; of one matrix a scalar
+Measured: TypeAlias = np.ndarray | np.number  # [*batch]; of one matrix a scalar
 
 UNIT_TOLERANCE = 100.0  # on ||k||^2 - 1, in units of eps
 RANK_TOLERANCE = 10.0  # in units of d * eps * the largest entry
@@ -85,11 +85,11 @@ def _product(k: Array, beta: Array, alpha: Array) -> Array:
     return jax.lax.scan(apply, start, (jnp.moveaxis(k, -2, 0), jnp.moveaxis(beta, -1, 0)))[0]
 
 
-def _check_values(k: Array, beta: Array, alpha: Array, unit: bool) -> None:
+def _check_values(k, beta, alpha, unit: bool) -> None:
     if any(map(is_traced, (k, beta, alpha))):
         return
-    k, beta, alpha = (np.asarray(x) for x in (k, beta, alpha))
-    for name, x, most in (("beta", beta, 2), ("alpha", alpha, 1)):
+    k, beta = np.asarray(k), np.asarray(beta)
+    for name, x, most in (("beta", beta, 2), ("alpha", np.asarray(alpha), 1)):
         wrong = x[~((x >= 0) & (x <= most))]
         if wrong.size:
             raise ValueError(f"{name} is {wrong.flat[0]}; expected a number in [0, {most}]")
@@ -116,7 +116,7 @@ def as_square(A, name: str = "A") -> np.ndarray:
     return A
 
 
-def eigenvalues(A) -> Measured:
+def eigenvalues(A) -> np.ndarray:
     """Eigenvalues, complex [*batch, d], by descending modulus. ValueError as :func:`as_square`."""
     found = np.linalg.eigvals(as_square(A)) + 0j
     return np.take_along_axis(found, np.argsort(-np.abs(found), axis=-1), -1)
@@ -127,7 +127,7 @@ def spectral_radius(A) -> Measured:
     return np.abs(eigenvalues(A)[..., 0])
 
 
-def active_rank(A, alpha=1.0, *, tolerance: float | None = None) -> Measured:
+def active_rank(A, alpha: np.ndarray | float = 1.0, *, tolerance: float | None = None) -> Measured:
     """rank(A - alpha I), int [*batch]: the directions in which A is more than a decay.
 
     Args:
@@ -149,7 +149,7 @@ def active_rank(A, alpha=1.0, *, tolerance: float | None = None) -> Measured:
     return np.sum(sigma > np.asarray(tolerance)[..., None], axis=-1)
 
 
-def frozen_dimension(A, alpha=1.0, *, tolerance: float | None = None) -> Measured:
+def frozen_dimension(A, alpha: np.ndarray | float = 1.0, *, tolerance: float | None = None) -> Measured:
     """dim ker(A - alpha I), int [*batch]: the directions that A only decays. Arguments, errors: :func:`active_rank`."""
     return np.shape(A)[-1] - active_rank(A, alpha, tolerance=tolerance)
 

@@ -22,15 +22,15 @@ class Reflections(NamedTuple):
     """Reflections whose product is g: ``transition(k, beta)`` gives it back.
 
     Attributes:
-        k: Float[*batch d d], unit normals [n_h, d], that of the factor which acts first in front, zeros from ``count`` on.
-        beta: Float[*batch d], 2 for the first ``count`` and 0 from there.
-        count: Int[*batch], rank(g - I).
+        k: Float[*batch d d], unit normals, that of the factor which acts first in front, zeros from ``num_householder`` on.
+        beta: Float[*batch d], 2 for the first ``num_householder`` and 0 from there.
+        num_householder: Int[*batch], rank(g - I).
         residual: Float[*batch], Frobenius norm of g - H_r ... H_1 as the elimination leaves it.
     """
 
     k: Array
     beta: Array
-    count: Array
+    num_householder: Array
     residual: Array
 
 

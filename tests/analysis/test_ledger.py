@@ -75,7 +75,7 @@ def test_the_radius_is_pinned_within_3e_15_over_hundreds_of_draws(study):
 @pytest.mark.parametrize("n", (1, 2, 4, 7))
 def test_exactly_the_rest_is_frozen(study, n):
     assert study.only(f"frozen dimension, n_h = {n}") == 16 - n
-    assert study.only("eigenvalues within 1e-12 of 1 less d - n_h") == 0
+    assert study.only("eigenvalues at 1 (to 1e-12) less d - n_h") == 0
 
 
 def test_no_more_than_the_factors_is_active(study):

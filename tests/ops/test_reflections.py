@@ -30,7 +30,7 @@ def assert_minimal(g, rank):
     """``rank`` reflections, unit normals, and g as their product."""
     d = g.shape[-1]
     found = reflections(g)
-    assert found.count == rank
+    assert found.num_householder == rank
     np.testing.assert_array_equal(found.beta, np.where(np.arange(d) < rank, 2, 0))
     np.testing.assert_allclose(np.linalg.norm(found.k, axis=-1), np.arange(d) < rank, atol=4 * EPS)
     assert np.linalg.norm(transition(found.k, found.beta) - g) < 4 * d * EPS
@@ -82,7 +82,7 @@ def test_products_of_any_reflections_take_no_more_than_were_multiplied(data, d, 
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     assert_minimal(transition(k, 2.0), r)
     again = transition(np.concatenate([k, k[:1]]), 2.0)
-    count = int(reflections(again).count)
+    count = int(reflections(again).num_householder)
     assert count < r + 1
     assert (count - r - 1) % 2 == 0
 
@@ -106,7 +106,7 @@ def test_a_batch_is_its_members():
     cases = [((), 0, 7), ((1.0,), 1, 4), ((0.2, 1e-6, 2.0), 1, 0), ((), 7, 0)]
     g = np.stack([orthogonal(i, *case) for i, case in enumerate(cases)]).reshape(2, 2, 7, 7)
     found = reflections(g)
-    np.testing.assert_array_equal(found.count, [[0, 3], [7, 7]])
+    np.testing.assert_array_equal(found.num_householder, [[0, 3], [7, 7]])
     for i in np.ndindex(2, 2):
         one = reflections(g[i])
         np.testing.assert_allclose(found.k[i], one.k, atol=1e-12)
@@ -117,14 +117,14 @@ def test_float32_matrices_are_taken_in_float32(dtype):
     g = jnp.asarray(orthogonal(0, (0.3, 1.0), 1, 12), dtype)
     found = jax.jit(reflections)(g)
     assert found.k.dtype == dtype
-    assert found.count == 5
+    assert found.num_householder == 5
     assert np.linalg.norm(transition(found.k, found.beta) - g) < 4 * 17 * np.finfo(dtype).eps
 
 
 def test_what_is_below_the_tolerance_is_the_identity():
     g = orthogonal(0, (1.0, 1e-5), 0, 2)
-    assert reflections(g).count == 4
-    assert reflections(g, tolerance=1e-4).count == 2
+    assert reflections(g).num_householder == 4
+    assert reflections(g, tolerance=1e-4).num_householder == 2
 
 
 BAD = {
