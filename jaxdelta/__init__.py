@@ -6,6 +6,7 @@ import os
 # machine made small ones 250 times slower. OpenBLAS reads this when the first of them is compiled.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from jaxdelta.analysis.ledger import ledger
 from jaxdelta.analysis.objectives import LogitDifference
 from jaxdelta.analysis.sensitivity import sensitivity
 from jaxdelta.analysis.sweep import sweep
@@ -17,7 +18,10 @@ from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.models.qwen3_5 import Qwen3_5
 from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked
+from jaxdelta.ops.householder import active_rank, frozen_dimension, spectral_radius, transition
 from jaxdelta.ops.low_rank import truncate
+from jaxdelta.ops.nearest_product import nearest_product
+from jaxdelta.ops.reflections import reflections
 from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, stable_rank, threshold_rank
 from jaxdelta.results import ResultsError
 from jaxdelta.segments import NonFiniteError, Run, forward, init_carry, run
@@ -36,25 +40,32 @@ __all__ = [
     "ResultsError",
     "Run",
     "Truncate",
+    "active_rank",
     "effective_rank",
     "embedded_models",
     "energy_rank",
     "forward",
+    "frozen_dimension",
     "gated_delta_product",
     "gated_delta_product_chunked",
     "gated_delta_rule",
     "gated_delta_rule_chunked",
     "init_carry",
     "inspect",
+    "ledger",
     "load",
+    "nearest_product",
+    "reflections",
     "run",
     "save",
     "sensitivity",
     "singular_values",
+    "spectral_radius",
     "stable_rank",
     "states",
     "sweep",
     "threshold_rank",
+    "transition",
     "truncate",
     "with_states",
 ]

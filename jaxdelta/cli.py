@@ -102,6 +102,18 @@ def sensitivity_command(arguments: argparse.Namespace, console: Console) -> None
     console.print(f"Written to {escape(str(out))}: {names}", soft_wrap=True, highlight=False)
 
 
+def ledger_command(arguments: argparse.Namespace, console: Console) -> None:
+    """Measure what a product of Householder factors can forget and rotate."""
+    from jaxdelta.analysis.ledger import ledger
+    from jaxdelta.report.ledger import tables
+
+    rows = ledger(dim=arguments.dim, draws=arguments.draws, seed=arguments.seed, out=arguments.out)
+    console.print(tables(rows), highlight=False)
+    if arguments.out:
+        names = "rows.csv, rows.parquet, manifest.json"
+        console.print(f"Written to {escape(str(arguments.out))}: {names}", soft_wrap=True, highlight=False)
+
+
 def _progress(console: Console) -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
     return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
@@ -206,6 +218,17 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --validate: also Gauss-Newton, exact local effects and integrated gradients, for directions",
     )
+
+    table = commands.add_parser(
+        "ledger",
+        help="what a product of n_h Householder factors can forget and rotate: claims and measured numbers",
+        description="Measure what is said of products of n_h Householder factors on matrices drawn at random, in float64.",
+    )
+    table.set_defaults(call=ledger_command)
+    table.add_argument("--dim", type=int, default=16, help="size of the matrices, at least 8; default: 16")
+    table.add_argument("--draws", type=int, default=200, help="of keys and strengths, for each n_h; default: 200")
+    table.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
+    table.add_argument("--out", type=Path, help="results folder for the rows; default: they are only printed")
 
     info = commands.add_parser(
         "info",

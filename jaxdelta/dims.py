@@ -11,6 +11,8 @@ The same letters stand in annotations, einsum strings and docstrings:
 The state S is K x V per head and, like decays, write strengths and every read of S, is f32 or wider.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import TypeAlias
 
 import jax
@@ -43,6 +45,24 @@ def accumulation_dtype(*arrays: Array) -> jnp.dtype:
 def is_traced(x) -> bool:
     """Whether the value of ``x`` is unknown because a transformation such as jit is tracing it."""
     return isinstance(x, jax.core.Tracer)
+
+
+def keeps_f64(function: Callable) -> Callable:
+    """Let a function of arrays compute float64 numpy arrays in float64, whatever jax's setting, and return numpy arrays.
+
+    Without one among its arguments, or with traced ones, the function is called as it is.
+    """
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        leaves = jax.tree.leaves((args, kwargs))
+        wide = any(isinstance(x, np.ndarray | np.float64) and x.dtype == np.float64 for x in leaves)
+        if not wide or any(map(is_traced, leaves)):
+            return function(*args, **kwargs)
+        with jax.enable_x64(True):
+            return jax.tree.map(np.asarray, function(*args, **kwargs))
+
+    return call
 
 
 def linear(x: Float[Array, "*batch D"], weight: Float[Array, "F D"], *, dtype=None) -> Float[Array, "*batch F"]:

@@ -119,6 +119,9 @@ MISTAKES = {
     "maps, rank 9": ([*MAPS, "--rank", "9"], "rank 9 is outside of 1 to min(K, V) = 8"),
     "maps, frozen basis of nothing": ([*MAPS, "--frozen-basis"], "frozen_basis is for a truncation"),
     "maps, missing document": ([*MAPS, "--documents", "nowhere.txt"], "nowhere.txt is missing"),
+    "ledger, dim 7": (["ledger", "--dim", "7"], "dim = 7, draws = 200, seed = 0; expected at least 8, 1 and 0"),
+    "ledger, draws 0": (["ledger", "--draws", "0"], "draws = 0"),
+    "ledger, seed -1": (["ledger", "--seed=-1"], "seed = -1"),
     "maps of no such model": (["sensitivity", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
 }
 # Of options that the parser knows to be wrong, in the manner of all commands: how it is used, then the line.
@@ -133,7 +136,7 @@ MISUSES = {
     "unknown option": ([*SWEEP, "--rang", "1"], "--rang"),
     "no documents": (["sweep", "model", "--documents"], "argument --documents: expected at least one argument"),
     "unknown command": (["swep"], "'swep'"),
-    "no command": ([], "{sweep,sensitivity,info}"),
+    "no command": ([], "{sweep,sensitivity,ledger,info}"),
     "info of nothing at all": (["info"], "model"),
 }
 FOLDERS = {
@@ -142,6 +145,7 @@ FOLDERS = {
     "results folder of another": ([*SWEEP, "--out", "foreign"], "foreign is not empty and has no manifest.json"),
     "maps of another run": ([*MAPS, "--seed", "1", "--out", "out-maps"], "seed is 0 there, 1 now"),
     "maps where a sweep was": ([*MAPS, "--out", "out-first"], "out-first holds results of another configuration"),
+    "ledger where a sweep was": (["ledger", "--out", "out-first"], "out-first holds results of another configuration"),
     "results of another run": ([*SWEEP, "--copy-gap", "9", "--out", "out-first"], "copy_gap is 8 there, 9 now"),
 }
 RUNS = {
@@ -164,6 +168,9 @@ RUNS = {
     "validated": to_out("validated", *THREE, "--validate", "--directions", "6"),
     "killed": to_out("killed", *THREE),
     "continued": to_out("killed", *THREE),
+    "ledger": ["ledger", "--dim", "8", "--draws", "2"],
+    "ledger kept": to_out("ledger", "ledger", "--dim", "8", "--draws", "2"),
+    "ledger --help": ["ledger", "--help"],
     "sensitivity --help": ["sensitivity", "--help"],
 }
 
@@ -346,7 +353,7 @@ def test_info_says_what_a_checkpoint_is_and_needs(outcomes):
     assert "tokenizer.json" in said
 
 
-@pytest.mark.parametrize(("command", "count"), [("sweep", 11), ("sensitivity", 16), ("info", 5)])
+@pytest.mark.parametrize(("command", "count"), [("sweep", 11), ("sensitivity", 16), ("ledger", 5), ("info", 5)])
 def test_help_explains_every_option(outcomes, command, count):
     """Each option begins a line and has a text beside or below it."""
     said = outcomes[f"{command} --help"]["out"]
@@ -358,7 +365,18 @@ def test_help_explains_every_option(outcomes, command, count):
 def test_help_names_the_commands(outcomes):
     assert re.search(r"^ +sweep +\w+", outcomes["--help"]["out"], re.MULTILINE)
     assert re.search(r"^ +sensitivity +\w+", outcomes["--help"]["out"], re.MULTILINE)
+    assert re.search(r"^ +ledger +\w+", outcomes["--help"]["out"], re.MULTILINE)
     assert re.search(r"^ +info +\w+", outcomes["--help"]["out"], re.MULTILINE)
+
+
+def test_a_ledger_prints_a_verdict_for_every_line_and_keeps_its_rows(outcomes, place):
+    found, kept = outcomes["ledger"], outcomes["ledger kept"]
+    assert (found["code"], found["trace"], found["err"]) == (0, None, "")
+    assert max(map(len, found["out"].splitlines())) <= 80
+    rows = (place / "out-ledger" / "rows.csv").read_text().splitlines()[1:]
+    assert len(re.findall(r"(?:holds|does not hold) *$", found["out"], re.MULTILINE)) == len(rows) > 50
+    assert kept["out"].startswith(found["out"])
+    assert kept["out"].splitlines()[-1] == "Written to out-ledger: rows.csv, rows.parquet, manifest.json"
 
 
 # Sensitivities

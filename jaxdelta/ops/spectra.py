@@ -11,12 +11,14 @@ All take states [*batch, K, V]; every rank of a zero state is 0.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxdelta.dims import Matrices, Spectrum, accumulation_dtype
+from jaxdelta.dims import Matrices, Spectrum, accumulation_dtype, keeps_f64
 
 
+@keeps_f64
 def singular_values(S: Matrices) -> Spectrum:
     """Singular values, descending, [*batch, min(K, V)], in f32 or wider; differentiable where they are distinct."""
-    return jnp.linalg.svd(jnp.asarray(S).astype(accumulation_dtype(S)), compute_uv=False)
+    S = jnp.asarray(S)
+    return jnp.linalg.svd(S.astype(accumulation_dtype(S)), compute_uv=False)
 
 
 def effective_rank(S: Matrices) -> Float[Array, "*batch"]:

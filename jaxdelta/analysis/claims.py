@@ -1,0 +1,51 @@
+"""Claims beside what was measured of them; the verdict follows from the two."""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+
+class Line(NamedTuple):
+    """A claim, ``claim relation claimed``, and the range measured for it.
+
+    Attributes:
+        tolerance: of "=", beside rounding of the last digits printed.
+        low, high: smallest and largest value measured.
+    """
+
+    claim: str
+    relation: Literal["=", "<=", "<", ">"]
+    claimed: float
+    tolerance: float
+    low: float
+    high: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that was measured is as claimed; NaN never is."""
+        return {
+            "=": bool(np.max(np.abs(np.array([self.low, self.high]) - self.claimed)) <= self.tolerance),
+            "<=": self.high <= self.claimed,
+            "<": self.high < self.claimed,
+            ">": self.low > self.claimed,
+        }[self.relation]
+
+
+def equal(claim: str, claimed: float | int, measured, tolerance: float = 0.0) -> Line:
+    """Every value measured is ``claimed``."""
+    return Line(claim, "=", float(claimed), tolerance, float(np.min(measured)), float(np.max(measured)))
+
+
+def at_most(claim: str, claimed: float | int, measured) -> Line:
+    """No value measured exceeds ``claimed``."""
+    return Line(claim, "<=", float(claimed), 0.0, float(np.min(measured)), float(np.max(measured)))
+
+
+def below(claim: str, claimed: float | int, measured) -> Line:
+    """Every value measured is below ``claimed``."""
+    return at_most(claim, claimed, measured)._replace(relation="<")
+
+
+def above(claim: str, claimed: float | int, measured) -> Line:
+    """Every value measured is above ``claimed``."""
+    return at_most(claim, claimed, measured)._replace(relation=">")
