@@ -12,7 +12,7 @@ with those of the other, over random halves: no estimate need agree with the mea
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -32,6 +32,7 @@ Kind = Literal["direction", "head_output", "head_state", "layer_output", "layer_
 METRICS = ("spearman", "pearson", "precision", "sum_ratio", "cost")
 CEILING = "measured, other half"
 MEASURED = "measured"
+UNITLESS = {"michel"}  # estimators whose sum means nothing
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ def scores(comparison: Comparison, *, top: int | None = None, draws: int = 1000,
     for estimator, predicted in comparison.predicted.items():
         value = _metrics(predicted.mean(axis=0), comparison.measured.mean(axis=0), top)
         spread = [_metrics(predicted[r].mean(axis=0), comparison.measured[r].mean(axis=0), top) for r in resampled]
-        found += _with_interval(comparison.kind, estimator, value, spread)
+        of_estimator = _with_interval(comparison.kind, estimator, value, spread)
+        found += [_without_value(s) if s.metric == "sum_ratio" and estimator in UNITLESS else s for s in of_estimator]
     if documents > 1:
         halves = []
         for _ in range(min(draws, 200)):
@@ -193,6 +195,10 @@ def scores(comparison: Comparison, *, top: int | None = None, draws: int = 1000,
             halves.append(_metrics(comparison.measured[one].mean(axis=0), comparison.measured[other].mean(axis=0), top))
         found += _with_interval(comparison.kind, CEILING, _over_finite(np.mean, halves), halves)
     return found
+
+
+def _without_value(score: Score) -> Score:
+    return replace(score, value=np.nan, low=np.nan, high=np.nan)
 
 
 def _with_interval(kind: Kind, estimator: str, value: Sequence[float], spread: Sequence) -> list[Score]:

@@ -1,5 +1,7 @@
 """Scores of predictions whose worth is known, comparisons end to end, and importance against sums by hand."""
 
+from dataclasses import astuple, replace
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -54,6 +56,16 @@ def test_a_monotone_map_keeps_the_ranks_and_the_sum_ratio_tells_the_calibration(
     assert (found["spearman"], found["precision"], found["cost"]) == (pytest.approx(1), 1, 4)
     assert found["pearson"] < 0.95
     assert found["sum_ratio"] == pytest.approx((np.sqrt(effects()) + 2).sum() / effects().sum())
+
+
+def test_a_sum_without_a_unit_is_not_compared():
+    one = replace(
+        comparison(effects(5), effects(5)), predicted={"michel": effects(5, seed=1), "first order": effects(5, seed=1)}
+    )
+    found = {(s.estimator, s.metric): s for s in scores(one)}
+    np.testing.assert_array_equal(astuple(found["michel", "sum_ratio"])[3:], np.nan)
+    assert found["first order", "sum_ratio"].value > 0
+    assert found["michel", "spearman"].value == found["first order", "spearman"].value
 
 
 def test_precision_and_cost_count_units():
