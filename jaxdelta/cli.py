@@ -102,6 +102,34 @@ def sensitivity_command(arguments: argparse.Namespace, console: Console) -> None
     console.print(f"Written to {escape(str(out))}: {names}", soft_wrap=True, highlight=False)
 
 
+def model_ledger_command(arguments: argparse.Namespace, console: Console) -> None:
+    """Measure the transitions of a trained model and print its ledger."""
+    from jaxdelta.analysis.transitions import ledger_of
+    from jaxdelta.checkpoints import load
+    from jaxdelta.report import transitions as report
+    from jaxdelta.tasks.documents import embedded_texts, read_texts, tokenize
+
+    texts = read_texts(arguments.documents) if arguments.documents else embedded_texts()
+    out = arguments.out or Path("results") / f"ledger-{Path(arguments.model).name}"
+    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
+    documents = [d.head(arguments.max_tokens) for d in tokenize(texts, model.tokenizer)]
+    with _progress(console) as bar:
+        task = bar.add_task("running segments (the first compiles)", total=None)
+        ledger = ledger_of(
+            model,
+            documents,
+            segment=arguments.segment,
+            out=out,
+            name=arguments.model,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    for table in report.tables(ledger):
+        console.print(table)
+    files = [*report.write_rows(out, ledger), *report.write_figures(out, ledger)]
+    names = ", ".join(["transitions.zarr", "manifest.json", *(file.name for file in files)])
+    console.print(f"Written to {escape(str(out))}: {names}", soft_wrap=True, highlight=False)
+
+
 def _progress(console: Console) -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
     return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
@@ -207,6 +235,15 @@ def parser() -> argparse.ArgumentParser:
         help="with --validate: also Gauss-Newton, exact local effects and integrated gradients, for directions",
     )
 
+    ledger = commands.add_parser(
+        "ledger",
+        help="what the transitions of a model forget: a token's eigenvalues and rank, products over windows",
+        description="Where a trained model's write strengths, keys and decays put every token's transition: eigenvalues, "
+        "spectral radius and active rank, and what products over windows of tokens freeze, forget and mix.",
+    )
+    ledger.set_defaults(call=model_ledger_command)
+    _add_model_ledger_arguments(ledger)
+
     info = commands.add_parser(
         "info",
         help="say what a checkpoint is and what a run needs",
@@ -220,9 +257,19 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_model_ledger_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, help=MODEL_HELP)
+    _add_document_arguments(command, "ledger")
+    command.add_argument("--max-tokens", type=int, metavar="TOKENS", help="use this many leading tokens of each document")
+
+
 def _add_run_arguments(command: argparse.ArgumentParser, name: str) -> None:
     """What every command that runs a model over documents takes."""
     command.add_argument("model", nargs="?", default="control", help=f"{MODEL_HELP}; default: control")
+    _add_document_arguments(command, name)
+
+
+def _add_document_arguments(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument(
         "--documents",
         nargs="+",
