@@ -49,6 +49,7 @@ print(json.dumps({name: call(name, arguments) for name, arguments in json.load(s
 
 SWEEP = ("sweep", "model", "--documents", "a.txt", "--segment", "16", "--method", "svd")
 MAPS = ("sensitivity", "model", "--documents", "a.txt", "--segment", "16", "--samples", "2")
+LEDGER = ("ledger", "--model", "model", "--documents", "a.txt", "--segment", "16")
 THREE = (*MAPS[:3], "a.txt", "b.txt", "more.jsonl", *MAPS[4:], "--max-tokens", "33")
 
 
@@ -120,6 +121,10 @@ MISTAKES = {
     "maps, frozen basis of nothing": ([*MAPS, "--frozen-basis"], "frozen_basis is for a truncation"),
     "maps, missing document": ([*MAPS, "--documents", "nowhere.txt"], "nowhere.txt is missing"),
     "maps of no such model": (["sensitivity", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
+    "ledger, segment 0": ([*LEDGER, "--segment", "0"], "segment is 0"),
+    "ledger, no token": ([*LEDGER, "--max-tokens=-5"], "a.txt has no tokens"),
+    "ledger, missing document": ([*LEDGER, "--documents", "nowhere.txt"], "nowhere.txt is missing"),
+    "ledger of no such model": (["ledger", "--model", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
 }
 # Of options that the parser knows to be wrong, in the manner of all commands: how it is used, then the line.
 MISUSES = {
@@ -133,8 +138,9 @@ MISUSES = {
     "unknown option": ([*SWEEP, "--rang", "1"], "--rang"),
     "no documents": (["sweep", "model", "--documents"], "argument --documents: expected at least one argument"),
     "unknown command": (["swep"], "'swep'"),
-    "no command": ([], "{sweep,sensitivity,info}"),
+    "no command": ([], "{sweep,sensitivity,ledger,info}"),
     "info of nothing at all": (["info"], "model"),
+    "ledger of nothing at all": (["ledger"], "--model"),
 }
 FOLDERS = {
     "results folder is a file": ([*SWEEP, "--out", "a.txt"], "results folder a.txt cannot be used: "),
@@ -142,6 +148,7 @@ FOLDERS = {
     "results folder of another": ([*SWEEP, "--out", "foreign"], "foreign is not empty and has no manifest.json"),
     "maps of another run": ([*MAPS, "--seed", "1", "--out", "out-maps"], "seed is 0 there, 1 now"),
     "maps where a sweep was": ([*MAPS, "--out", "out-first"], "out-first holds results of another configuration"),
+    "ledger of another run": ([*LEDGER, "--segment", "8", "--out", "out-ledger"], "segment is 16 there, 8 now"),
     "results of another run": ([*SWEEP, "--copy-gap", "9", "--out", "out-first"], "copy_gap is 8 there, 9 now"),
 }
 RUNS = {
@@ -165,6 +172,10 @@ RUNS = {
     "killed": to_out("killed", *THREE),
     "continued": to_out("killed", *THREE),
     "sensitivity --help": ["sensitivity", "--help"],
+    "ledger": to_out("ledger", *LEDGER),
+    "ledger again": to_out("ledger", *LEDGER),
+    "ledger of leading tokens": [*LEDGER[:4], "a.txt", "b.txt", "--max-tokens", "3"],
+    "ledger --help": ["ledger", "--help"],
 }
 
 
@@ -346,7 +357,7 @@ def test_info_says_what_a_checkpoint_is_and_needs(outcomes):
     assert "tokenizer.json" in said
 
 
-@pytest.mark.parametrize(("command", "count"), [("sweep", 11), ("sensitivity", 16), ("info", 5)])
+@pytest.mark.parametrize(("command", "count"), [("sweep", 11), ("sensitivity", 16), ("ledger", 8), ("info", 5)])
 def test_help_explains_every_option(outcomes, command, count):
     """Each option begins a line and has a text beside or below it."""
     said = outcomes[f"{command} --help"]["out"]
@@ -358,6 +369,7 @@ def test_help_explains_every_option(outcomes, command, count):
 def test_help_names_the_commands(outcomes):
     assert re.search(r"^ +sweep +\w+", outcomes["--help"]["out"], re.MULTILINE)
     assert re.search(r"^ +sensitivity +\w+", outcomes["--help"]["out"], re.MULTILINE)
+    assert re.search(r"^ +ledger +\w+", outcomes["--help"]["out"], re.MULTILINE)
     assert re.search(r"^ +info +\w+", outcomes["--help"]["out"], re.MULTILINE)
 
 
@@ -457,3 +469,43 @@ def test_the_manifest_of_maps_pins_what_decides_them(outcomes, place):
     assert configuration["intervention"]["name"] == "Truncate"
     assert configuration["intervention"]["rank"] == 2
     assert configuration["documents"][0][0] == "a.txt"
+
+
+# The ledger of a model
+
+
+def test_a_ledger_prints_three_tables_and_what_did_not_fit(outcomes):
+    said = said_by(outcomes["ledger"])
+    assert "Transitions of a token: n_h = 1, K = 8, 1 documents, 300 transitions" in said
+    assert "so rho = alpha, the pin" in said
+    assert "Products over windows, by layer" in said
+    assert "Products over windows, by length" in said
+    assert "Documents too short for a window: 1 of 1 for 64" in said
+    assert max(map(len, outcomes["ledger"]["out"].splitlines()[:-1])) <= 80
+    assert "…" not in outcomes["ledger"]["out"]
+
+
+def test_a_ledger_again_prints_the_same(outcomes):
+    assert outcomes["ledger again"]["out"] == outcomes["ledger"]["out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("ledger", "out-ledger"), ("ledger of leading tokens", "results/ledger-model")]
+)
+def test_a_ledger_writes_arrays_rows_manifest_and_figures_where_it_says(outcomes, place, name, folder):
+    written = {"transitions.zarr", "manifest.json", "transitions.csv", "windows.csv"}
+    written |= {f"{figure}.{suffix}" for figure in ("distributions", "products", "angles") for suffix in ("png", "svg")}
+    assert said_by(outcomes[name])
+    assert {file.name for file in (place / folder).iterdir()} == written | {"parts"}
+    last = outcomes[name]["out"].splitlines()[-1]
+    assert all(name in last for name in (folder, *written))
+
+
+def test_a_ledger_is_of_the_tokens_asked_for(outcomes, place):
+    with xr.open_zarr(place / "results" / "ledger-model" / "transitions.zarr", consolidated=False) as found:
+        assert found.document.values.tolist() == ["a.txt", "b.txt"]
+        assert found.beta.shape == (2, 3, 1, 6, 1)
+        assert found["count"].values[:, :2].tolist() == [[3, 0], [3, 0]]
+    manifest = json.loads((place / "out-ledger" / "manifest.json").read_text())
+    assert manifest["configuration"]["analysis"] == "transitions"
+    assert manifest["finished"]

@@ -148,7 +148,8 @@ def _layer(row: dict) -> str:
 
 
 def _quantiles(row: dict, name: str) -> str:
-    return " ".join(f"{row[f'{name}_{q}']:.2f}" for q in (5, 50, 95))
+    levels = [row[f"{name}_{q}"] for q in (5, 50, 95)]
+    return " ".join(f"{x:.2f}".replace("0.", "." if abs(x) < 1 else "0.") for x in levels)  # a column less for each
 
 
 def _small(x: float) -> str:
@@ -185,7 +186,7 @@ def distribution_figure(ledger: xr.Dataset) -> Figure:
     return figure
 
 
-def _ridge(axes: Axes, base: float, of_heads: np.ndarray, edges: np.ndarray) -> None:
+def _ridge(axes: Axes, base: int, of_heads: np.ndarray, edges: np.ndarray) -> None:
     """A histogram on a line of its own, and a tick at each head's median."""
     heights = of_heads.sum(axis=0)
     axes.stairs(base + 0.9 * heights / max(heights.max(), 1), edges, baseline=base, fill=True, color="C0", alpha=0.5)
@@ -261,7 +262,9 @@ def angle_figure(ledger: xr.Dataset) -> Figure:
         overlaps.set_ylim(0, 1.02)
     panels[0, 0].set_ylabel("density (1 / degree)", fontsize=8)
     panels[1, 0].set_ylabel("overlap of subspaces", fontsize=8)
-    panels[0, 1].legend(title="tokens", frameon=False, fontsize=7, title_fontsize=7)
+    drawn = [axes for axes in panels[0] if axes.get_legend_handles_labels()[0]]
+    if drawn:
+        drawn[-1].legend(title="tokens", frameon=False, fontsize=7, title_fontsize=7)
     panels[1, 0].legend(frameon=False, fontsize=7)
     return figure
 

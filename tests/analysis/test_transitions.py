@@ -15,6 +15,7 @@ from jaxdelta.analysis.windows import product
 from jaxdelta.results import Results, ResultsError
 from jaxdelta.segments import NonFiniteError
 from jaxdelta.tasks.documents import Document
+from tests import ledgers as ledgers_of
 from tests.helpers import randomised, unit_keys
 
 T, H, K = 60, 3, 5
@@ -303,25 +304,17 @@ def test_a_model_that_does_not_fit_is_told(models, monkeypatch):
 
 
 def synthetic() -> xr.Dataset:
-    """Two tokens and then one, of one layer (model layer 3) with two heads; n_h = 2 of K = 4."""
-    identity, off = [[1, 0, 0, 0], [0, 1, 0, 0]], [0.0, 0.5]
-    found = []
-    for keys, beta in (
-        ([identity, identity, identity, identity], [[0.5, 0.5], off, [1.5, 1.0], [2.0, 2.0]]),
-        ([identity, [[1, 0, 0, 0], [1, 0, 0, 0]]], [[0.0, 0.0], [0.5, 0.5]]),
+    """Two tokens and then one, of one layer (model layer 1) with two heads; n_h = 2 of K = 4."""
+    apart, parallel = [[1, 0, 0, 0], [0, 1, 0, 0]], [[1, 0, 0, 0], [1, 0, 0, 0]]
+    texts = []
+    for keys, beta in (  # of each token and head its two steps
+        ([apart] * 4, [[0.5, 0.5], [0.0, 0.5], [1.5, 1.0], [2.0, 2.0]]),
+        ([apart, parallel], [[0.0, 0.0], [0.5, 0.5]]),
     ):
         k = np.array(keys, float).reshape(-1, 2, 2, 4).swapaxes(1, 2).reshape(-1, 2, 4)
         strengths = np.array(beta).reshape(-1, 2, 2).swapaxes(1, 2).reshape(-1, 2)
-        g = np.log(np.full((len(k) // 2, 2), 0.5))
-        found.append((k, strengths, g))
-    parts = []
-    for i, (k, beta, g) in enumerate(found):
-        stream = transitions.WindowStream((1, 2), layers=1, heads=2, key_dim=4, num_householder=2)
-        stream.add(0, k, beta, g)
-        config = jd.DeltaLMConfig.tiny(layer_kinds=("linear",), attention=(), key_dim=4, num_value_heads=2, num_key_heads=2)
-        tokens = {name: x[:, None] for name, x in measures(k, beta, g, 2).items()}
-        parts.append(transitions._dataset(config, f"d{i}", tokens, np.array([0.0]), stream.finish()))
-    return xr.concat(parts, "document", join="outer", data_vars="minimal", coords="minimal", compat="override")
+        texts.append([(k, strengths, np.log(np.full((len(k) // 2, 2), 0.5)))])
+    return ledgers_of.ledger(texts, (1, 2))
 
 
 def test_rows_of_transitions_count_what_there_is():
@@ -332,7 +325,7 @@ def test_rows_of_transitions_count_what_there_is():
     entropy = 0.6 * np.log(1 / 0.6) + 0.4 * np.log(1 / 0.4)
     np.testing.assert_allclose(effective, [2, 1, np.exp(entropy), 2, 0, 1], rtol=1e-6)
     rows = transition_rows(ledger).to_pylist()
-    assert [(row["layer"], row["head"]) for row in rows] == [(None, None), (0, None), (0, 0), (0, 1)]
+    assert [(row["layer"], row["head"]) for row in rows] == [(None, None), (1, None), (1, 0), (1, 1)]
     every = rows[0]
     assert every["transitions"] == 6
     assert every["negative"] == pytest.approx(3 / 12)
@@ -355,7 +348,7 @@ def test_rows_of_windows_weigh_documents_by_their_windows():
     assert every["log_decay"] == pytest.approx(np.log(0.5))
     long = rows[2, None, None]
     assert (long["windows"], long["documents"], long["frozen_bound"]) == (1, 1, 0)
-    assert rows[1, 0, 0]["frozen_numerical"] == pytest.approx((2 + 2 + 4) / 3)
+    assert rows[1, 1, 0]["frozen_numerical"] == pytest.approx((2 + 2 + 4) / 3)
     assert every["kept_smallest"] == pytest.approx(0, abs=1e-15)
 
 
