@@ -476,7 +476,7 @@ def test_the_manifest_of_maps_pins_what_decides_them(outcomes, place):
 
 def test_a_ledger_prints_three_tables_and_what_did_not_fit(outcomes):
     said = said_by(outcomes["ledger"])
-    assert "Transitions of a token: n_h = 1, K = 8, 1 documents, 300 transitions" in said
+    assert "300 transitions of a token: n_h = 1, K = 8, 1 documents" in said
     assert "so rho = alpha, the pin" in said
     assert "Products over windows, by layer" in said
     assert "Products over windows, by length" in said

@@ -9,8 +9,8 @@ where the rows of Z are the keys in the order of the text. With fewer factors th
 so P is the identity outside of the keys' span, the spectra of P and P - I are those of I - C and C, padded with ones and
 zeros, and nothing of size K x K is formed. Longer windows are products of shorter ones. P acts on the state from the left,
 the window's decay is a factor apart (its log is kept: it underflows). Everything is f64, of the keys as the layer has them:
-products over 1,024 tokens of the control model are within 2e-15 of those in long double. Its keys in f32 differ by 7e-7 from
-those of the same model in f64, and singular values of products over 256 tokens by 1.2e-7.
+products over 1,024 tokens of the control model are within 2e-15 of those in long double. Its keys in f32 differ by 7e-7
+from those of the same model in f64, and singular values of products over 256 tokens by 1.2e-7.
 
 Two subspaces of an arriving state, from right singular vectors, which turn with no basis chosen inside them:
 

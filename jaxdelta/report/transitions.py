@@ -35,7 +35,7 @@ def transition_table(ledger: xr.Dataset, rows: list[dict]) -> Table:
     every, n, K = rows[0], ledger.attrs["num_householder"], ledger.attrs["key_dim"]
     documents = ledger.sizes["document"]
     view = _view(
-        f"Transitions of a token: n_h = {n}, K = {K}, {documents} documents, {every['transitions']:,} transitions",
+        f"{every['transitions']:,} transitions of a token: n_h = {n}, K = {K}, {documents} documents",
         "5 %, median and 95 % over tokens, heads and steps. " + _pin(ledger, every) + _ranks(every, n),
     )
     for heading in (
@@ -116,7 +116,7 @@ def window_table(ledger: xr.Dataset, rows: list[dict]) -> Table:
     )
     for heading in ("\ntokens", "win-\ndows", "frozen\nbound", "\nK eps", "\n1 %", "\n10 %", "for-\ngotten", "log\nalpha"):
         view.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("overlap, %\nchanged", "\nforgotten"):
+    for heading in ("overlap, %\nchanged", "for-\ngotten"):
         view.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         frozen = [f"{row[name]:.1f}" for name in ("frozen_numerical", "frozen_0.01", "frozen_0.1", "forgotten")]
