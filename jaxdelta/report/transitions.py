@@ -203,7 +203,7 @@ def spectrum_figure(ledger: xr.Dataset) -> Figure:
     """Singular values of the products for each length of window, and directions frozen and forgotten against the length."""
     rows = [row for row in window_rows(ledger).to_pylist() if row["head"] is None]
     lengths = sorted({row["window"] for row in rows})
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
     spectra, dims = figure.subplots(1, 2)
     for i, w in enumerate(lengths):
         at = ledger.sel(window=w)
@@ -212,7 +212,7 @@ def spectrum_figure(ledger: xr.Dataset) -> Figure:
         spectra.plot(np.arange(1, kept.size + 1), kept, color=_shade(i, lengths), label=f"{w}")
     spectra.set_xlabel("direction")
     spectra.set_ylabel("singular value of the product, mean")
-    spectra.legend(title="tokens", frameon=False, fontsize=7, title_fontsize=7)
+    _legend_above(spectra, title="tokens of a window", ncols=len(lengths))
     layers = [int(x) for x in ledger.model_layer.values]
     for layer in [*layers, None]:
         of_layer = [row for row in rows if row["layer"] == layer]
@@ -231,7 +231,7 @@ def spectrum_figure(ledger: xr.Dataset) -> Figure:
     ):
         dims.plot([], [], style, color=colour, label=label)
     _by_length(dims, lengths, "directions of K")
-    dims.legend(frameon=False, fontsize=6.5, loc="center left")
+    _legend_above(dims, ncols=2)
     return figure
 
 
@@ -246,9 +246,8 @@ def angle_figure(ledger: xr.Dataset) -> Figure:
         for i, w in enumerate(lengths):
             counts = ledger.angles.sel(window=w, kind=kind).sum(("document", "layer", "head")).values
             if counts.any():
-                width = 90 / counts.size
-                edges = np.linspace(0, 90, counts.size + 1)
-                angles.stairs(counts / counts.sum() / width, edges, color=_shade(i, lengths), label=f"{w}")
+                upto = np.concatenate([[0], np.cumsum(counts) / counts.sum()])
+                angles.plot(np.linspace(0, 90, upto.size), upto, color=_shade(i, lengths), label=f"{w}")
         angles.set_title(f"directions {titles[kind]}", fontsize=9)
         angles.set_xlabel("principal angle, successive windows (degrees)", fontsize=8)
         for name, style, label in (
@@ -260,13 +259,18 @@ def angle_figure(ledger: xr.Dataset) -> Figure:
             overlaps.plot(list(found), list(found.values()), style, label=label)
         _by_length(overlaps, lengths, "")
         overlaps.set_ylim(0, 1.02)
-    panels[0, 0].set_ylabel("density (1 / degree)", fontsize=8)
+    panels[0, 0].set_ylabel("share of angles up to this", fontsize=8)
     panels[1, 0].set_ylabel("overlap of subspaces", fontsize=8)
     drawn = [axes for axes in panels[0] if axes.get_legend_handles_labels()[0]]
     if drawn:
         drawn[-1].legend(title="tokens", frameon=False, fontsize=7, title_fontsize=7)
     panels[1, 0].legend(frameon=False, fontsize=7)
     return figure
+
+
+def _legend_above(axes: Axes, **options) -> None:
+    small = dict(frameon=False, fontsize=7, title_fontsize=7, columnspacing=1, handlelength=1.5)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), **small, **options)
 
 
 def _shade(index: int, of: list) -> tuple:
