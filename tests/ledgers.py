@@ -33,8 +33,8 @@ def ledger(documents: Sequence[Text], windows: Sequence[int]) -> xr.Dataset:
             stream.add(layer, *arrays)
             of_layers.append(measures(*arrays, n))
         tokens = {name: np.stack([m[name] for m in of_layers], axis=1) for name in of_layers[0]}
-        defect = np.array([whole_defects(k[:n], beta[:n], g[0]).max() for k, beta, g in text])
-        parts.append(_dataset(config, f"d{i}", tokens, defect, stream.finish()))
+        defect = np.array([whole_defects(k[:n], beta[:n], g[0]) for k, beta, g in text])
+        parts.append(_dataset(config, f"d{i}", tokens, 1, defect, stream.finish()))
     return xr.concat(parts, "document", join="outer", data_vars="minimal", coords="minimal", compat="override")
 
 

@@ -74,6 +74,7 @@ def _transitions(ledger: xr.Dataset) -> dict[str, int | float]:
         "defect": float(np.abs(radius - 1).max()),
         "expanding": int((radius > 1 + numerical_tolerance(ledger.attrs["key_dim"])).sum()),
         "whole_defect": float(ledger.whole_defect.max()),
+        "taken_whole": int(ledger.whole_count.sum()) * ledger.sizes["layer"] * ledger.sizes["head"],
     }
 
 

@@ -72,7 +72,8 @@ def ledger_of(
         f32 over (document, token, layer, head), NaN where a document has ended: ``g``; with a ``step`` of n_h ``beta``,
         ``key_norm2`` = ||k||^2 and ``eigenvalue`` = 1 - beta ||k||^2; with an ``active`` of min(n_h, K) ``change``,
         singular values of A / alpha - I, and ``real`` and ``imag``, eigenvalues of A / alpha other than the K - n_h ones,
-        by magnitude. ``whole_defect`` (document, layer): the largest |rho(A) / alpha - 1| of the transitions taken whole.
+        by magnitude. ``whole_defect`` (document, layer, head): the largest |rho(A) / alpha - 1| of the ``whole_count``
+        (document) transitions taken whole, evenly over the text.
 
         Over (document, window, layer, head), means over windows: ``kept`` and ``changed`` with a ``direction`` of K,
         singular values of the product P and of P - I; ``frozen`` with a ``tolerance``, dim of the directions that P changes
@@ -151,7 +152,7 @@ def _of_document(model, document: Document, segment: int, windows: Sequence[int]
     L, H, n = len(c.linear_layers), c.num_value_heads, c.num_householder
     stream = WindowStream(windows, layers=L, heads=H, key_dim=c.key_dim, num_householder=n)
     whole = np.unique(np.linspace(0, T - 1, -(-TAKEN_WHOLE // (L * H))).astype(int))
-    tokens, defect = [], np.zeros(L)
+    tokens, defect = [], np.zeros((L, H))
     for index, (k, beta, g) in enumerate(_rule_inputs(model, document, segment, max_length)):
         of_layers = []
         for layer in range(L):
@@ -160,11 +161,11 @@ def _of_document(model, document: Document, segment: int, windows: Sequence[int]
             for t in whole[(whole >= index * segment) & (whole < (index + 1) * segment)] - index * segment:
                 at = slice(t * n, (t + 1) * n)
                 found = whole_defects(k[layer, at], beta[layer, at], g[layer, t])
-                defect[layer] = max(defect[layer], found.max())
+                defect[layer] = np.maximum(defect[layer], found)
         tokens.append({name: np.stack([m[name] for m in of_layers], axis=1) for name in of_layers[0]})
         advance(index)
     whole_text = {name: np.concatenate([part[name] for part in tokens]) for name in tokens[0]}
-    return _dataset(c, document.name, whole_text, defect, stream.finish())
+    return _dataset(c, document.name, whole_text, len(whole), defect, stream.finish())
 
 
 def measures(
@@ -249,13 +250,19 @@ def _on_host(config: DecoderConfig, name: str, begin: int, length: int, inputs, 
 
 
 def _dataset(
-    config: DecoderConfig, name: str, tokens: dict[str, np.ndarray], defect: np.ndarray, sums: dict[int, WindowSums]
+    config: DecoderConfig,
+    name: str,
+    tokens: dict[str, np.ndarray],
+    taken: int,
+    defect: np.ndarray,
+    sums: dict[int, WindowSums],
 ):
     last = {"beta": ("step",), "key_norm2": ("step",), "eigenvalue": ("step",), "g": ()}
     found = {
         x: (("document", "token", "layer", "head", *last.get(x, ("active",))), values[None]) for x, values in tokens.items()
     }
-    found["whole_defect"] = (("document", "layer"), defect[None])
+    found["whole_defect"] = (("document", "layer", "head"), defect[None])
+    found["whole_count"] = (("document",), [taken])
     means = {length: s.means() for length, s in sums.items()}
     inner = {"kept": "direction", "changed": "direction", "frozen": "tolerance", "overlap": "kind", "chance": "kind"}
     inner |= {"pairs": "kind", "angles": "kind", "apart": "kind", "pairs_apart": "kind"}

@@ -65,15 +65,14 @@ def transition_table(ledger: xr.Dataset, rows: list[dict]) -> Table:
 
 def _pin(ledger: xr.Dataset, every: dict) -> str:
     n, K = ledger.attrs["num_householder"], ledger.attrs["key_dim"]
+    off = f"off: the largest |rho / alpha - 1|, {every['taken_whole']:,} transitions taken whole as K x K. "
     keys = f"|k|² is {every['key_norm2_smallest']:.7f} to {every['key_norm2_largest']:.7f}. "
     if n >= K:
-        return (
-            keys + f"n_h = {n} factors reach all K = {K} directions, so nothing pins rho to alpha; off: |rho / alpha - 1|. "
-        )
+        return keys + f"n_h = {n} factors reach all K = {K} directions, so nothing pins rho to alpha; {off}"
     if every["expanding"]:
-        told = f"{every['expanding']:,} transitions expand (beta |k|² beyond [0, 2]): rho = alpha does not hold for them. "
-        return keys + told
-    return keys + "n_h < K and beta |k|² in [0, 2], so rho = alpha, the pin; off: the largest |rho / alpha - 1| measured. "
+        told = f"{every['expanding']:,} transitions expand (beta |k|² beyond [0, 2]): rho = alpha does not hold for them; "
+        return keys + told + off
+    return keys + "n_h < K and beta |k|² in [0, 2], so rho = alpha, the pin; " + off
 
 
 def _ranks(every: dict, n: int) -> str:

@@ -168,6 +168,7 @@ def test_a_ledger_has_every_token_and_window(ledgers, name):
     assert ledger.beta.shape == (2, 41, L, H, n)
     assert ledger.change.shape == (2, 41, L, H, min(n, c.key_dim))
     assert ledger.kept.shape == (2, 4, L, H, c.key_dim)
+    assert ledger.whole_count.values.tolist() == [min(41, -(-256 // (L * H))), min(23, -(-256 // (L * H)))]
     for x in ("g", "beta", "key_norm2", "eigenvalue", "change", "real", "imag"):
         there = np.isfinite(ledger[x].values).reshape(2, 41, -1).all(axis=-1)
         assert there.tolist() == [[True] * 41, [True] * 23 + [False] * 18]
@@ -329,6 +330,7 @@ def test_rows_of_transitions_count_what_there_is():
     assert [(row["layer"], row["head"]) for row in rows] == [(None, None), (1, None), (1, 0), (1, 1)]
     every = rows[0]
     assert every["transitions"] == 6
+    assert every["taken_whole"] == 4
     assert every["negative"] == pytest.approx(3 / 12)
     assert every["rank_deficient"] == pytest.approx(3 / 6)
     assert every["rank_numerical"] == pytest.approx(8 / 6)

@@ -58,6 +58,7 @@ def test_transitions_are_stated_by_layer_and_over_all(made):
         assert found[12:] == [f"{row['rank_numerical']:.2f}", f"{row['rank_effective']:.2f}"]
     assert "306 transitions of a token: n_h = 2, K = 8, 2 documents" in said
     assert "so rho = alpha, the pin" in said.replace("\n", " ")
+    assert "12 transitions taken whole as K x K" in said.replace("\n", " ")
     assert "turn a plane" in said.replace("\n", " ")
 
 
