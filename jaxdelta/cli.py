@@ -103,7 +103,17 @@ def sensitivity_command(arguments: argparse.Namespace, console: Console) -> None
 
 
 def ledger_command(arguments: argparse.Namespace, console: Console) -> None:
-    """Measure what a product of Householder factors can forget and rotate."""
+    """The ledger of products of Householder factors, or with a model that of its transitions."""
+    of_claims = {"dim": 16, "draws": 200, "seed": 0}
+    of_model = {"documents": None, "segment": 256, "max_tokens": None, "dtype": "float32", "revision": None}
+    other, where = (of_claims, "without") if arguments.model else (of_model, "with")
+    for name, default in other.items():
+        if getattr(arguments, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')} is for a ledger {where} --model")
+    (_model_ledger if arguments.model else _claims_ledger)(arguments, console)
+
+
+def _claims_ledger(arguments: argparse.Namespace, console: Console) -> None:
     from jaxdelta.analysis.ledger import ledger
     from jaxdelta.report.ledger import tables
 
@@ -112,6 +122,33 @@ def ledger_command(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.out:
         names = "rows.csv, rows.parquet, manifest.json"
         console.print(f"Written to {escape(str(arguments.out))}: {names}", soft_wrap=True, highlight=False)
+
+
+def _model_ledger(arguments: argparse.Namespace, console: Console) -> None:
+    from jaxdelta.analysis.transitions import ledger_of
+    from jaxdelta.checkpoints import load
+    from jaxdelta.report import transitions as report
+    from jaxdelta.tasks.documents import embedded_texts, read_texts, tokenize
+
+    texts = read_texts(arguments.documents) if arguments.documents else embedded_texts()
+    out = arguments.out or Path("results") / f"ledger-{Path(arguments.model).name}"
+    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
+    documents = [d.head(arguments.max_tokens) for d in tokenize(texts, model.tokenizer)]
+    with _progress(console) as bar:
+        task = bar.add_task("running segments (the first compiles)", total=None)
+        ledger = ledger_of(
+            model,
+            documents,
+            segment=arguments.segment,
+            out=out,
+            name=arguments.model,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    for table in report.tables(ledger):
+        console.print(table)
+    files = [*report.write_rows(out, ledger), *report.write_figures(out, ledger)]
+    names = ", ".join(["transitions.zarr", "manifest.json", *(file.name for file in files)])
+    console.print(f"Written to {escape(str(out))}: {names}", soft_wrap=True, highlight=False)
 
 
 def _progress(console: Console) -> Progress:
@@ -219,16 +256,22 @@ def parser() -> argparse.ArgumentParser:
         help="with --validate: also Gauss-Newton, exact local effects and integrated gradients, for directions",
     )
 
-    table = commands.add_parser(
+    ledger = commands.add_parser(
         "ledger",
-        help="what a product of n_h Householder factors can forget and rotate: claims and measured numbers",
-        description="Measure what is said of products of n_h Householder factors on matrices drawn at random, in float64.",
+        help="what a product of n_h Householder factors can forget and rotate, and where a model's transitions lie",
+        description="Measure what is said of products of n_h Householder factors on matrices drawn at random, in float64. "
+        "With --model: where its write strengths, keys and decays put every token's transition (eigenvalues, spectral "
+        "radius, active rank), and what products over windows of tokens freeze, forget and mix.",
     )
-    table.set_defaults(call=ledger_command)
-    table.add_argument("--dim", type=int, default=16, help="size of the matrices, at least 8; default: 16")
-    table.add_argument("--draws", type=int, default=200, help="of keys and strengths, for each n_h; default: 200")
-    table.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
-    table.add_argument("--out", type=Path, help="results folder for the rows; default: they are only printed")
+    ledger.set_defaults(call=ledger_command)
+    ledger.add_argument("--dim", type=int, default=16, help="size of the matrices, at least 8; default: 16")
+    ledger.add_argument("--draws", type=int, default=200, help="of keys and strengths, for each n_h; default: 200")
+    ledger.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
+    ledger.add_argument("--model", help=f"{MODEL_HELP}; default: none, matrices drawn at random")
+    _add_document_arguments(
+        ledger, "the same command continues it; default: results/ledger-MODEL; without a model they are not kept"
+    )
+    ledger.add_argument("--max-tokens", type=int, metavar="TOKENS", help="use this many leading tokens of each document")
 
     info = commands.add_parser(
         "info",
@@ -246,6 +289,10 @@ def parser() -> argparse.ArgumentParser:
 def _add_run_arguments(command: argparse.ArgumentParser, name: str) -> None:
     """What every command that runs a model over documents takes."""
     command.add_argument("model", nargs="?", default="control", help=f"{MODEL_HELP}; default: control")
+    _add_document_arguments(command, f"the same command continues it; default: results/{name}-MODEL")
+
+
+def _add_document_arguments(command: argparse.ArgumentParser, out: str) -> None:
     command.add_argument(
         "--documents",
         nargs="+",
@@ -261,8 +308,7 @@ def _add_run_arguments(command: argparse.ArgumentParser, name: str) -> None:
         default="float32",
         help="of parameters and activations; gates, norms and states are float32 in any case; default: float32",
     )
-    out = f"results folder; the same command continues it; default: results/{name}-MODEL"
-    command.add_argument("--out", type=Path, help=out)
+    command.add_argument("--out", type=Path, help=f"results folder; {out}")
     command.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
 
 

@@ -49,6 +49,7 @@ print(json.dumps({name: call(name, arguments) for name, arguments in json.load(s
 
 SWEEP = ("sweep", "model", "--documents", "a.txt", "--segment", "16", "--method", "svd")
 MAPS = ("sensitivity", "model", "--documents", "a.txt", "--segment", "16", "--samples", "2")
+LEDGER = ("ledger", "--model", "model", "--documents", "a.txt", "--segment", "16")
 THREE = (*MAPS[:3], "a.txt", "b.txt", "more.jsonl", *MAPS[4:], "--max-tokens", "33")
 
 
@@ -123,6 +124,12 @@ MISTAKES = {
     "ledger, draws 0": (["ledger", "--draws", "0"], "draws = 0"),
     "ledger, seed -1": (["ledger", "--seed=-1"], "seed = -1"),
     "maps of no such model": (["sensitivity", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
+    "ledger, dim of a model": ([*LEDGER, "--dim", "9"], "--dim is for a ledger without --model"),
+    "ledger, tokens of no model": (["ledger", "--max-tokens", "9"], "--max-tokens is for a ledger with --model"),
+    "ledger, segment 0": ([*LEDGER, "--segment", "0"], "segment is 0"),
+    "ledger, no token": ([*LEDGER, "--max-tokens=-5"], "a.txt has no tokens"),
+    "ledger, missing document": ([*LEDGER, "--documents", "nowhere.txt"], "nowhere.txt is missing"),
+    "ledger of no such model": (["ledger", "--model", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
 }
 # Of options that the parser knows to be wrong, in the manner of all commands: how it is used, then the line.
 MISUSES = {
@@ -146,6 +153,7 @@ FOLDERS = {
     "maps of another run": ([*MAPS, "--seed", "1", "--out", "out-maps"], "seed is 0 there, 1 now"),
     "maps where a sweep was": ([*MAPS, "--out", "out-first"], "out-first holds results of another configuration"),
     "ledger where a sweep was": (["ledger", "--out", "out-first"], "out-first holds results of another configuration"),
+    "ledger of another run": ([*LEDGER, "--segment", "8", "--out", "out-transitions"], "segment is 16 there, 8 now"),
     "results of another run": ([*SWEEP, "--copy-gap", "9", "--out", "out-first"], "copy_gap is 8 there, 9 now"),
 }
 RUNS = {
@@ -170,8 +178,11 @@ RUNS = {
     "continued": to_out("killed", *THREE),
     "ledger": ["ledger", "--dim", "8", "--draws", "2"],
     "ledger kept": to_out("ledger", "ledger", "--dim", "8", "--draws", "2"),
-    "ledger --help": ["ledger", "--help"],
     "sensitivity --help": ["sensitivity", "--help"],
+    "transitions": to_out("transitions", *LEDGER),
+    "transitions again": to_out("transitions", *LEDGER),
+    "transitions of leading tokens": [*LEDGER[:4], "a.txt", "b.txt", "--max-tokens", "3"],
+    "ledger --help": ["ledger", "--help"],
 }
 
 
@@ -353,7 +364,7 @@ def test_info_says_what_a_checkpoint_is_and_needs(outcomes):
     assert "tokenizer.json" in said
 
 
-@pytest.mark.parametrize(("command", "count"), [("sweep", 11), ("sensitivity", 16), ("ledger", 5), ("info", 5)])
+@pytest.mark.parametrize(("command", "count"), [("sweep", 11), ("sensitivity", 16), ("ledger", 11), ("info", 5)])
 def test_help_explains_every_option(outcomes, command, count):
     """Each option begins a line and has a text beside or below it."""
     said = outcomes[f"{command} --help"]["out"]
@@ -475,3 +486,43 @@ def test_the_manifest_of_maps_pins_what_decides_them(outcomes, place):
     assert configuration["intervention"]["name"] == "Truncate"
     assert configuration["intervention"]["rank"] == 2
     assert configuration["documents"][0][0] == "a.txt"
+
+
+# The ledger of a model
+
+
+def test_a_models_ledger_prints_three_tables_and_what_did_not_fit(outcomes):
+    said = said_by(outcomes["transitions"])
+    assert "300 transitions of a token: n_h = 1, K = 8, 1 documents" in said
+    assert "so rho = alpha, the pin" in said
+    assert "Products over windows, by layer" in said
+    assert "Products over windows, by length" in said
+    assert "Documents too short for a window: 1 of 1 for 64" in said
+    assert max(map(len, outcomes["transitions"]["out"].splitlines()[:-1])) <= 80
+    assert "…" not in outcomes["transitions"]["out"]
+
+
+def test_a_models_ledger_again_prints_the_same(outcomes):
+    assert outcomes["transitions again"]["out"] == outcomes["transitions"]["out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("transitions", "out-transitions"), ("transitions of leading tokens", "results/ledger-model")]
+)
+def test_a_models_ledger_writes_arrays_rows_manifest_and_figures_where_it_says(outcomes, place, name, folder):
+    written = {"transitions.zarr", "manifest.json", "transitions.csv", "windows.csv"}
+    written |= {f"{figure}.{suffix}" for figure in ("distributions", "products", "angles") for suffix in ("png", "svg")}
+    assert said_by(outcomes[name])
+    assert {file.name for file in (place / folder).iterdir()} == written | {"parts"}
+    last = outcomes[name]["out"].splitlines()[-1]
+    assert all(name in last for name in (folder, *written))
+
+
+def test_a_models_ledger_is_of_the_tokens_asked_for(outcomes, place):
+    with xr.open_zarr(place / "results" / "ledger-model" / "transitions.zarr", consolidated=False) as found:
+        assert found.document.values.tolist() == ["a.txt", "b.txt"]
+        assert found.beta.shape == (2, 3, 1, 6, 1)
+        assert found["count"].values[:, :2].tolist() == [[3, 0], [3, 0]]
+    manifest = json.loads((place / "out-transitions" / "manifest.json").read_text())
+    assert manifest["configuration"]["analysis"] == "transitions"
+    assert manifest["finished"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxdelta.dims import linear
 from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
@@ -46,6 +46,24 @@ class LinearProbe(NamedTuple):
     residual: Array
 
 
+class RuleInputs(NamedTuple):
+    """What the delta rule of a layer is given: heads repeated, q and k normalised; padding writes nothing.
+
+    Attributes:
+        q: Float[B T H K].
+        k: Float[B P H K].
+        v: Float[B P H V].
+        beta: Float[B P H], write strengths; zero at padding.
+        g: Float[B T H], log-decays; zero at padding.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    beta: Array
+    g: Array
+
+
 class LinearMixer(nnx.Module):
     """A linear layer of ``config``, which names H, K, V, W, E and n_h."""
 
@@ -71,16 +89,9 @@ class LinearMixer(nnx.Module):
         Padding neither writes nor decays: the carry returned is that after the last token of text.
         """
         T, n = x.shape[1], self.num_householder
-        text = None if length is None else (jnp.arange(T) < length[:, None])[..., None]
-        if text is not None:
-            x = jnp.where(text, x, 0)
-        qkv, tail = short_conv(self.project(x), self.taps(), tail=carry.tail, length=length)
-        q, k, v = self.heads(qkv)
-        beta, g = self.gates(x)
-        if probe is not None:
-            beta, g = beta + probe.beta, g + probe.g
-        if text is not None:
-            beta, g = jnp.where(jnp.repeat(text, n, axis=1), beta, 0), jnp.where(text, g, 0)
+        if length is not None:
+            x = jnp.where(_is_text(T, length), x, 0)
+        (q, k, v, beta, g), tail = self.rule_inputs(x, carry.tail, length, probe)
         rule = gated_delta_product if T * n == 1 else gated_delta_product_chunked
         o, S = rule(q, k, v, g=g, beta=beta, num_householder=n, state=carry.S)
         y = self.normed(o, x)
@@ -89,9 +100,31 @@ class LinearMixer(nnx.Module):
         y = linear(y.reshape(*y.shape[:2], -1), self.out[...])
         return y if probe is None else y + probe.residual.astype(y.dtype), LinearCarry(S, tail)
 
+    def rule_inputs(
+        self,
+        x: Float[Array, "B T D"],
+        tail: Float[Array, "B M E"],
+        length: Int[Array, " B"] | None = None,
+        probe: LinearProbe | None = None,
+    ) -> tuple[RuleInputs, Float[Array, "B M E"]]:
+        """What the rule is given for the tokens of a segment, from the last M = W - 1 inputs before it, and those after."""
+        qkv, tail = short_conv(self.project(x), self.taps(), tail=tail, length=length)
+        q, k, v = self.heads(qkv)
+        beta, g = self.gates(x)
+        if probe is not None:
+            beta, g = beta + probe.beta, g + probe.g
+        if length is not None:
+            text = _is_text(x.shape[1], length)
+            beta, g = jnp.where(jnp.repeat(text, self.num_householder, axis=1), beta, 0), jnp.where(text, g, 0)
+        return RuleInputs(q, k, v, beta, g), tail
+
     def probe(self, batch: int, length: int, dtype=jnp.float32) -> LinearProbe:
         """The probe that changes nothing, for ``length`` tokens."""
         H = self.config.num_value_heads
         gates = (jnp.zeros((batch, length * n, H), dtype) for n in (self.num_householder, 1))
         residual = jnp.zeros((batch, length, self.config.width), dtype)
         return LinearProbe(*gates, jnp.ones((batch, H), dtype), residual)
+
+
+def _is_text(T: int, length: Int[Array, " B"]) -> Bool[Array, "B T 1"]:
+    return (jnp.arange(T) < length[:, None])[..., None]
