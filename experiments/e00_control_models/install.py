@@ -1,12 +1,11 @@
 """Put a trained control model into the package: bf16 weights, tokenizer, and a card with measured figures.
 
 Question: how well does what is shipped, not what was trained, predict text that it has not seen?
-Command: ``python -m experiments.e00_control_models.install --out results/control`` after training.
+Command: ``python -m experiments.e00_control_models.install NAME`` after the training of the same name.
 Wall time: about 2 minutes on 2 cores.
 Expected: held-out bits a byte under those of ``xz -9e``, which the card states for every document.
 """
 
-import argparse
 import json
 import shutil
 from dataclasses import asdict
@@ -20,23 +19,25 @@ from tokenizers import Tokenizer
 
 import jaxdelta as jd
 from experiments.e00_control_models import data
-from experiments.e00_control_models.train import CONTROL, Recipe, restored
+from experiments.e00_control_models.train import CONTROLS, arguments_of, restored
 from jaxdelta.checkpoints import ASSETS
+from jaxdelta.models import build
 from jaxdelta.segments import run
 
 WINDOW = 4096
 
 
-def install(out: Path, recipe: Recipe, target: Path) -> None:
-    """Write the model of a finished training in ``out`` to ``target``, measured.
+def install(name: str, out: Path, target: Path) -> None:
+    """Write the model ``name`` of a finished training in ``out`` to ``target``, measured.
 
     Raises:
         ValueError: the training in ``out`` has not come to its end.
     """
-    params, curve = restored(out, recipe, CONTROL)
+    config, recipe = CONTROLS[name]
+    params, curve = restored(out, recipe, config)
     if curve[-1]["step"] != recipe.steps:
         raise ValueError(f"{out} is at step {curve[-1]['step']} of {recipe.steps}; run the training to its end")
-    graphdef, _ = nnx.split(jd.Qwen3_5(CONTROL))
+    graphdef, _ = nnx.split(build(config))
     # Matrices in bf16; vectors, which are gates and norms, in f32.
     model = nnx.merge(graphdef, jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.ndim > 1 else p, params))
     model.tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
@@ -44,7 +45,7 @@ def install(out: Path, recipe: Recipe, target: Path) -> None:
     shutil.rmtree(made, ignore_errors=True)
     jd.save(model, made)
     _, held_out = data.split_documents(data.load_documents())
-    (made / "README.md").write_text(card(jd.load(made), recipe, curve, held_out))
+    (made / "README.md").write_text(card(name, jd.load(made), curve, held_out))
     if target.exists():
         if not (target / "config.json").exists():
             raise ValueError(f"{target} is no model; not replaced")
@@ -52,7 +53,7 @@ def install(out: Path, recipe: Recipe, target: Path) -> None:
     shutil.copytree(made, target)
 
 
-def held_out_loss(model: jd.Qwen3_5, text: str) -> tuple[float, int]:
+def held_out_loss(model: jd.Decoder, text: str) -> tuple[float, int]:
     """Mean nats a token of a text in windows of WINDOW tokens, each from an empty carry, and how many were predicted.
 
     The first is predicted from a separator, every other window's first from the last token of the one before.
@@ -69,8 +70,9 @@ def held_out_loss(model: jd.Qwen3_5, text: str) -> tuple[float, int]:
     return total / (len(tokens) - 1), len(tokens) - 1
 
 
-def card(model: jd.Qwen3_5, recipe: Recipe, curve: list[dict], held_out) -> str:
+def card(name: str, model: jd.Decoder, curve: list[dict], held_out) -> str:
     """The text of the card, with bits a byte measured on the shipped weights."""
+    c, recipe = CONTROLS[name]
     rows, bits, xz_bits, size = [], 0.0, 0.0, 0
     for document in held_out:
         loss, count = held_out_loss(model, document.text)
@@ -82,17 +84,19 @@ def card(model: jd.Qwen3_5, recipe: Recipe, curve: list[dict], held_out) -> str:
     parameters = sum(leaf.size for leaf in _leaves(model))
     steps = "\n".join(f"| {p['step']} | {p['train']:.3f} | {p['held_out']:.3f} |" for p in _thinned(curve))
     sums = "\n".join(f"| {name} | {value} |" for name, value in model.origin.sha256().items())
-    c = CONTROL
-    return f"""# control
+    steps_a_token = f", {c.num_householder} Householder steps a token" if c.num_householder > 1 else ""
+    others = "" if len(c.linear_layers) == c.num_layers else ", the others gated attention"
+    return f"""# {name}
 
-A Qwen3.5 text model of {parameters:,} parameters: {c.num_layers} layers ({len(c.linear_layers)} Gated DeltaNet with
-{c.num_value_heads} heads of {c.key_dim} x {c.value_dim}, the others gated attention), width {c.width}, byte-level BPE of
+A {c.title} of {parameters:,} parameters: {c.num_layers} layers ({len(c.linear_layers)} {c.linear_title} with
+{c.num_value_heads} heads of {c.key_dim} x {c.value_dim}{steps_a_token}{others}), width {c.width}, byte-level BPE of
 {c.vocab_size:,} words. Made to show and test what this library does on text that ships with it; of no use for writing.
 
 **Data.** The King James Bible, 42 works of Shakespeare and the Jargon File 4.4.7, all in the public domain
 (`experiments/e00_control_models/README.md`); seven documents held out whole, before the tokenizer was trained.
 
-**Command.** `python -m experiments.e00_control_models.train`, then `... .install`; {recipe.steps:,} steps, on 2 CPU cores.
+**Command.** `python -m experiments.e00_control_models.train {name}`, then `... .install {name}`; {recipe.steps:,} steps, on
+2 CPU cores.
 `{json.dumps(asdict(recipe))}`
 
 **Held-out text**, measured on these weights in f32, in windows of {WINDOW:,} tokens, each from an empty carry; xz is
@@ -117,7 +121,7 @@ A Qwen3.5 text model of {parameters:,} parameters: {c.num_layers} layers ({len(c
 """
 
 
-def _leaves(model: jd.Qwen3_5) -> list:
+def _leaves(model: jd.Decoder) -> list:
     return [leaf for _, leaf in nnx.to_flat_state(nnx.state(model))]
 
 
@@ -126,12 +130,12 @@ def _thinned(curve: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("results/control"), help="folder of the finished training")
-    parser.add_argument("--target", type=Path, default=ASSETS / "control")
+    parser = arguments_of(__doc__.splitlines()[0])
+    parser.add_argument("--target", type=Path, help="folder of the installed model (default: that of the library's assets)")
     arguments = parser.parse_args()
-    install(arguments.out, Recipe(), arguments.target)
-    print((arguments.target / "README.md").read_text())
+    out, target = arguments.out or Path("results") / arguments.name, arguments.target or ASSETS / arguments.name
+    install(arguments.name, out, target)
+    print((target / "README.md").read_text())
 
 
 if __name__ == "__main__":
