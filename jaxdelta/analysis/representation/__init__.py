@@ -1,0 +1,24 @@
+"""What a layer that tracks a state has learnt: transitions of tokens, the span they move, and the group they represent."""
+
+from jaxdelta.analysis.representation.heads import HeadAccuracy, head_accuracies, solving_head
+from jaxdelta.analysis.representation.homomorphism import (
+    extended,
+    homomorphism_error,
+    multiplicities,
+)
+from jaxdelta.analysis.representation.span import Span, moved_span
+from jaxdelta.analysis.representation.steps import TokenSteps, token_steps, transitions
+
+__all__ = [
+    "HeadAccuracy",
+    "Span",
+    "TokenSteps",
+    "extended",
+    "head_accuracies",
+    "homomorphism_error",
+    "moved_span",
+    "multiplicities",
+    "solving_head",
+    "token_steps",
+    "transitions",
+]
