@@ -24,7 +24,7 @@ from rich.console import Console
 
 from experiments.e04_state_tracking import report
 from experiments.e04_state_tracking.cells import GROUPS, Cell, Recipe, configuration, grid
-from experiments.e04_state_tracking.training import Progress, load_parameters, save_parameters, tested, train
+from experiments.e04_state_tracking.training import Progress, save_parameters, tested, train
 from jaxdelta.results import Results
 from jaxdelta.tasks.state_tracking import group_of, predicted_householder
 

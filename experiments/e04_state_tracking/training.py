@@ -47,7 +47,7 @@ class Progress(NamedTuple):
         rounds: finished ones.
         trainee: as it trains on.
         kept: of each seed the average at its best validation, the latest of equals.
-        score: [seeds, 2] of that validation, the share of words without a mistake at the long length and at the trained one.
+        score: [seeds, 2] of that validation, the share of words without a mistake, at the long length and at the trained.
         steps_to_solve: [seeds], steps after which the trained length was first solved; -1 where it was not.
     """
 
