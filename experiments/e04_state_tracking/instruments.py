@@ -22,64 +22,80 @@ from experiments.e04_state_tracking.cells import Cell, Recipe
 from experiments.e04_state_tracking.run import FOLDER, parameters_file
 from experiments.e04_state_tracking.training import TEST, load_parameters, model_of
 from jaxdelta.analysis.representation import (
+    Span,
     head_accuracies,
     homomorphism_error,
     moved_span,
     multiplicities,
-    solving_head,
+    represented_dimension,
     token_steps,
     transitions,
 )
 from jaxdelta.models.decoder import Decoder, states
 from jaxdelta.ops.spectra import effective_rank, threshold_rank
 from jaxdelta.results import Results
-from jaxdelta.tasks.state_tracking import generated, group_of, minimal_representation, real_irreps, words
+from jaxdelta.tasks.state_tracking import Group, generated, group_of, minimal_representation, real_irreps, words
 
 COUNT, LENGTH = 64, 64  # words on which heads are ablated and states are made
 
 
 def measure(folder: Path) -> pa.Table:
-    """Instruments of all seeds of ``folder`` that have solved the trained length, a row each; none is an error."""
+    """A row for each head of each seed of ``folder`` that has solved the trained length.
+
+    Raises:
+        ValueError: no seed has.
+    """
     about = json.loads((folder / "manifest.json").read_text())["configuration"]
     cells, recipe = [Cell(**cell) for cell in about["cells"]], Recipe.of(about["recipe"])
-    rows = pa_parquet.read_table(folder / "rows.parquet")["solved"].to_numpy().reshape(len(cells), -1)
-    solved = [(index, place) for index, place in np.argwhere(rows).tolist()]
-    if not solved:
+    solved = pa_parquet.read_table(folder / "rows.parquet")["solved"].to_numpy().reshape(len(cells), -1)
+    if not solved.any():
         raise ValueError(f"no seed of {folder} has solved its task")
     results = Results(folder / "instruments", {"experiment": "e04_state_tracking/instruments", "of": about}, {})
-    for part, (index, place) in enumerate(solved):
+    for part, (index, place) in enumerate(np.argwhere(solved).tolist()):
         if results.part(part) is None:
-            params = load_parameters(parameters_file(folder, index), cells[index], recipe)
-            model = model_of(cells[index], recipe, params, place)
-            results.write_part(part, pa.Table.from_pylist([instruments(cells[index], model, about["seeds"][place])]))
-    return results.finish(len(solved))
+            cell, params = cells[index], load_parameters(parameters_file(folder, index), cells[index], recipe)
+            found = instruments(group_of(cell.group), model_of(cell, recipe, params, place))
+            rows = [vars(cell) | {"seed": about["seeds"][place]} | row for row in found]
+            results.write_part(part, pa.Table.from_pylist(rows))
+    return results.finish(int(solved.sum()))
 
 
-def instruments(cell: Cell, model: Decoder, seed: int) -> dict:
-    """The row of one seed: which head solves the task, what it moves, and as what its transitions multiply."""
-    group = group_of(cell.group)
+def instruments(group: Group, model: Decoder) -> list[dict]:
+    """A row for each head of a one-layer model: what the task needs of it, what it moves, and as what that multiplies."""
     drawn = words(group, count=COUNT, length=LENGTH, seed=(TEST, 1))
     accuracies = head_accuracies(model, drawn)
-    head = solving_head(accuracies)
     steps = token_steps(model)
-    A, span = transitions(steps)[:, head], moved_span(steps, head, group.alphabet)
+    A = transitions(steps)
     (S,) = states(model(drawn.tokens, model.init_carry(*drawn.tokens.shape)).carry)
+    return [
+        {
+            "head": head,
+            "accuracy": accuracies.untouched,
+            "accuracy_without": float(accuracies.without[head]),
+            "accuracy_alone": float(accuracies.alone[head]),
+            "state_rank": float(np.median(threshold_rank(S[:, head]))),
+            "state_effective_rank": float(np.median(effective_rank(S[:, head]))),
+        }
+        | of_transitions(group, A[:, head], moved_span(steps, head, group.alphabet))
+        for head in range(A.shape[1])
+    ]
+
+
+def of_transitions(group: Group, A: np.ndarray, span: Span) -> dict:
+    """What the transitions [G, K, K] of one head represent, on the directions that it moves most."""
+    d = minimal_representation(group).dimension
     irreps = real_irreps(generated(group))
-    counts = multiplicities(A, group, irreps)
-    return vars(cell) | {
-        "seed": seed,
-        "head": head,
-        "accuracy": accuracies.untouched,
-        "accuracy_without": float(accuracies.without[head]),
-        "accuracy_alone": float(accuracies.alone[head]),
-        "representation_dimension": minimal_representation(group).dimension,
-        "span_dimension": span.dimension,
-        "span_numerical": span.numerical,
-        "span_effective": span.effective,
-        "homomorphism_error": homomorphism_error(A, group, span.basis),
-        "irreps": " + ".join(f"{count:.2f}x{irrep.dimension}" for count, irrep in zip(counts, irreps, strict=True)),
-        "state_rank": float(np.median(threshold_rank(S[:, head]))),
-        "state_effective_rank": float(np.median(effective_rank(S[:, head]))),
+    represented = represented_dimension(A, group, span.directions)
+    counts = multiplicities(A, group, irreps, span.directions[:, :represented])
+    errors = [homomorphism_error(A, group, span.directions[:, :n]) for n in range(1, span.dimension + 1)]
+    return {
+        "representation_dimension": d,
+        "keys_numerical": span.dimension,
+        "keys_effective": span.effective,
+        "represented": represented,
+        "error_at_dimension": errors[d - 1] if d <= len(errors) else None,
+        "error_after": errors[d] if d < len(errors) else None,
+        "irreps": report.irreps_text(counts, [irrep.dimension for irrep in irreps]),
     }
 
 

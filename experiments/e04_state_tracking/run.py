@@ -39,11 +39,12 @@ def run(cells: list[Cell], recipe: Recipe, seeds: tuple[int, ...], folder: Path)
         (folder / name).mkdir(exist_ok=True)
     for index, cell in enumerate(cells):
         if results.part(index) is None:
-            begun = time.perf_counter()
+            begun, used = time.perf_counter(), time.process_time()
             progress = train(cell, recipe, seeds, folder / "training" / f"{index:04d}.npz")
             save_parameters(parameters_file(folder, index), progress.kept)
             results.write_part(index, rows_of(cell, recipe, seeds, progress))
-            print(f"{cell}: {progress.rounds * recipe.every} steps, {time.perf_counter() - begun:.0f} s", flush=True)
+            took = f"{time.perf_counter() - begun:.0f} s, {time.process_time() - used:.0f} s of a core"
+            print(f"{cell}: {progress.rounds * recipe.every} steps, {took}", flush=True)
         (folder / "training" / f"{index:04d}.npz").unlink(missing_ok=True)
     return results.finish(len(cells))
 

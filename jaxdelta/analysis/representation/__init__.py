@@ -1,10 +1,11 @@
 """What a layer that tracks a state has learnt: transitions of tokens, the span they move, and the group they represent."""
 
-from jaxdelta.analysis.representation.heads import HeadAccuracy, head_accuracies, solving_head
+from jaxdelta.analysis.representation.heads import HeadAccuracy, head_accuracies
 from jaxdelta.analysis.representation.homomorphism import (
     extended,
     homomorphism_error,
     multiplicities,
+    represented_dimension,
 )
 from jaxdelta.analysis.representation.span import Span, moved_span
 from jaxdelta.analysis.representation.steps import TokenSteps, token_steps, transitions
@@ -18,7 +19,7 @@ __all__ = [
     "homomorphism_error",
     "moved_span",
     "multiplicities",
-    "solving_head",
+    "represented_dimension",
     "token_steps",
     "transitions",
 ]

@@ -42,11 +42,6 @@ def head_accuracies(model: Decoder, words: Words) -> HeadAccuracy:
     return HeadAccuracy(float(accuracy[0]), accuracy[1 : 1 + H], accuracy[1 + H :])
 
 
-def solving_head(accuracies: HeadAccuracy) -> int:
-    """The head without which the model loses most."""
-    return int(np.argmin(accuracies.without))
-
-
 @partial(jax.jit, static_argnums=0)
 def _named(graphdef, params, tokens, factors):
     """The words named under each row of factors on heads' outputs, [X B T]."""

@@ -1,47 +1,41 @@
 """Which directions of a state does a head ever move, and how many are they?
 
 A state moves along the keys, as far as their write strengths let it: rows beta_j k_j^T of the steps of all tokens, whose
-right singular vectors are the directions, in the order of how much is moved along them. Directions that no key has are
-frozen.
+right singular vectors are the directions, those along which most is moved first. What is orthogonal to all keys is frozen.
 """
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from jaxdelta.analysis.representation.steps import TokenSteps
-from jaxdelta.ops.spectra import effective_rank, energy_rank, threshold_rank
-
-ENERGY = 0.99
+from jaxdelta.ops.spectra import effective_rank, threshold_rank
 
 
 class Span(NamedTuple):
     """Directions in which a head's keys lie.
 
     Attributes:
-        basis: Float[K dimension], orthonormal, those that hold ``ENERGY`` of the energy.
-        sigma: Float[R], singular values of the weighted keys, descending.
-        numerical: how many exceed rounding (that of f32, in which keys are made).
-        effective: exp of the entropy of sigma / sum(sigma).
+        directions: Float[K R], orthonormal columns, those moved most first; R is the numerical dimension, the number of
+            singular values above the rounding of f32, in which keys are made.
+        effective: effective dimension, exp of the entropy of sigma / sum(sigma).
     """
 
-    basis: np.ndarray
-    sigma: np.ndarray
-    numerical: int
+    directions: np.ndarray
     effective: float
 
     @property
     def dimension(self) -> int:
-        return self.basis.shape[-1]
+        """R."""
+        return self.directions.shape[1]
 
 
-def moved_span(steps: TokenSteps, head: int, tokens: np.ndarray | None = None) -> Span:
+def moved_span(steps: TokenSteps, head: int, tokens: Int[np.ndarray, " A"] | None = None) -> Span:
     """The span of one head's keys, over ``tokens``, all where None."""
-    kept = slice(None) if tokens is None else tokens
-    keys = (steps.beta[..., None] * steps.keys)[kept, :, head]
-    weighted = keys.reshape(-1, keys.shape[-1]).astype(np.float32)
-    _, sigma, directions = np.linalg.svd(weighted, full_matrices=False)
-    dimension = int(energy_rank(weighted, ENERGY))
-    return Span(
-        directions[:dimension].T.astype(np.float64), sigma, int(threshold_rank(weighted)), float(effective_rank(weighted))
-    )
+    keys = (steps.beta[..., None] * steps.keys)[slice(None) if tokens is None else tokens, :, head]
+    weighted = keys.reshape(-1, keys.shape[-1])
+    directions = np.linalg.svd(weighted, full_matrices=False)[2].T
+    narrow = jnp.asarray(weighted, jnp.float32)
+    return Span(directions[:, : int(threshold_rank(narrow))], float(effective_rank(narrow)))
