@@ -67,6 +67,8 @@ class Recipe:
     threshold: float = 0.99
 
     def __post_init__(self):
+        if not self.stages:
+            raise ValueError("a recipe with no stages")
         for length, steps in self.stages:
             if length < 1 or steps < 1 or steps % self.every:
                 raise ValueError(f"a stage of {steps} steps at length {length}; expected multiples of {self.every} steps")

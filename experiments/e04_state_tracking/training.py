@@ -107,7 +107,7 @@ def load_parameters(file: Path, cell: Cell, recipe: Recipe):
     """What :func:`save_parameters` wrote."""
     structure = jax.tree.structure(nnx.state(build(config_of(cell, recipe))))
     with np.load(file) as saved:
-        return jax.tree.unflatten(structure, [saved[f"leaf_{index}"] for index in range(structure.num_leaves)])
+        return jax.tree.unflatten(structure, [jnp.asarray(saved[f"leaf_{i}"]) for i in range(structure.num_leaves)])
 
 
 def _round(cell: Cell, recipe: Recipe, config: DeltaLMConfig, seeds, progress: Progress) -> Progress:

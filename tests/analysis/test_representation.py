@@ -48,6 +48,17 @@ def steps_of(matrices, *, basis=None):
     return TokenSteps(keys, beta, np.ones((len(found), 1)))
 
 
+@jax.jit
+def read(model, tokens, carry):
+    """States of the first layer after ``tokens``."""
+    return states(model(tokens, carry).carry)[0]
+
+
+@jax.jit
+def logits(model, tokens):
+    return model.logits(model(tokens, model.init_carry(*tokens.shape)).hidden)
+
+
 # Steps and transitions
 
 
@@ -62,7 +73,7 @@ def test_a_transition_is_what_a_token_does_to_the_difference_of_two_states(chang
     carry = model.init_carry(5, 1)
     shape = states(carry)[0].shape
     before = [jax.random.normal(jax.random.key(seed), shape) for seed in range(2)]
-    after = [states(model(tokens, with_states(carry, [S])).carry)[0] for S in before]
+    after = [read(model, tokens, with_states(carry, [S])) for S in before]
     A = transitions(token_steps(model))[:5]
     assert relative_error(after[0] - after[1], A @ (before[0] - before[1])) < 1e-10
 
@@ -211,8 +222,7 @@ def test_heads_are_ablated_by_their_output(solved):
             other = nnx.clone(model)
             out = other.layers[0].mixer.out
             out[...] = out[...].at[:, 2 * silent : 2 * silent + 2].set(0)
-            hidden = other(drawn.tokens, other.init_carry(*drawn.tokens.shape)).hidden
-            assert accuracy == np.mean(np.asarray(other.logits(hidden)).argmax(-1) == drawn.targets)
+            assert accuracy == np.mean(np.asarray(logits(other, drawn.tokens)).argmax(-1) == drawn.targets)
 
 
 def test_the_head_that_tracks_is_the_one_that_is_missed(solved):

@@ -58,8 +58,7 @@ def solution(group: Group, representation: Representation | None = None) -> Delt
         raise ValueError(f"a representation of {size} elements with a kernel of {kernel}; expected {len(elements)} and 1")
     letters = {x: reflections(rho.matrices[np.searchsorted(elements, x)]) for x in group.alphabet.tolist()}
     query, chords = _query(rho)
-    model = DeltaLM(_config(len(group), rho.dimension, max(1, *map(len, letters.values())), _shortest(chords)))
-    nnx.update(model, jax.tree.map(lambda x: x if x.ndim == 1 else jnp.zeros_like(x), nnx.state(model)))
+    model = _blank(_config(len(group), rho.dimension, max(1, *map(len, letters.values())), _shortest(chords)))
     _set_steps(model, letters)
     _set_readout(model, query, chords, elements)
     return model
@@ -88,6 +87,12 @@ def _config(elements: int, dimension: int, steps: int, shortest: float) -> Delta
         output_gate=None,
         norm_eps=(SMALL * shortest / dimension) ** 2,
     )
+
+
+def _blank(config: DeltaLMConfig) -> DeltaLM:
+    """A model whose matrices are zero and whose norms do not scale."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: DeltaLM(config)))
+    return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.full(x.shape, 1.0 if x.ndim == 1 else 0.0, x.dtype), params))
 
 
 def _set_steps(model: DeltaLM, letters: dict[int, list[np.ndarray]]) -> None:
