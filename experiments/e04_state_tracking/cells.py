@@ -20,12 +20,20 @@ class Cell:
         num_householder: n_h.
         negative_eigenvalues: whether beta reaches 2, eigenvalues [-1, 1], or 1, [0, 1].
         forget_gate: whether the state decays.
+
+    Raises:
+        ValueError: an unknown group, or n_h below 1.
     """
 
     group: str
     num_householder: int
     negative_eigenvalues: bool
     forget_gate: bool = False
+
+    def __post_init__(self):
+        group_of(self.group)
+        if self.num_householder < 1:
+            raise ValueError(f"num_householder is {self.num_householder}; expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,9 @@ class Recipe:
         validated: words of a validation.
         tested: fresh words of the final test.
         threshold: share of words without a single wrong product from which a seed has solved the task.
+
+    Raises:
+        ValueError: no stages, or stages that validations do not divide.
     """
 
     width: int = 64

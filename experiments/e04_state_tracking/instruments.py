@@ -28,6 +28,7 @@ from jaxdelta.analysis.representation import (
     moved_span,
     multiplicities,
     represented_dimension,
+    retention,
     token_steps,
     transitions,
 )
@@ -86,13 +87,15 @@ def of_transitions(group: Group, A: np.ndarray, span: Span) -> dict:
     d = minimal_representation(group).dimension
     irreps = real_irreps(generated(group))
     represented = represented_dimension(A, group, span.directions)
-    counts = multiplicities(A, group, irreps, span.directions[:, :represented])
+    carried = span.directions[:, :represented]
+    counts = multiplicities(A, group, irreps, carried)
     errors = [homomorphism_error(A, group, span.directions[:, :n]) for n in range(1, span.dimension + 1)]
     return {
         "representation_dimension": d,
         "keys_numerical": span.dimension,
         "keys_effective": span.effective,
         "represented": represented,
+        "retention": retention(A, group, carried) if represented else None,
         "error_at_dimension": errors[d - 1] if d <= len(errors) else None,
         "error_after": errors[d] if d < len(errors) else None,
         "irreps": report.irreps_text(counts, [irrep.dimension for irrep in irreps]),

@@ -44,11 +44,13 @@ def instrument_table(rows: pa.Table) -> Table:
         caption="without, alone: tokens right when this head, or all others, are silent; keys: numerical and effective\n"
         "dimension of their span; d: of the smallest representation; error: of A(g) A(h) against A(g h) on the d\n"
         "directions moved most, and on d + 1; carried: directions on which it stays below 0.1, and the irreducible\n"
-        "representations there, numbered by dimension; state: effective rank",
+        "representations there, numbered by dimension; kept: of its size, a token; state: effective rank",
         box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     headings = ("group", "eigenvalues", "n_h", "seed", "head", "without", "alone", "keys", "d", "error", "d + 1")
-    for heading in (*headings, "carried", "irreps", "state"):
+    for heading in (*headings, "carried", "irreps", "kept", "state"):
         view.add_column(heading, justify="right", no_wrap=True)
     for row in rows.to_pylist():
         if row["accuracy"] - row["accuracy_without"] > NEEDED:
@@ -69,7 +71,8 @@ def _instrument_cells(row: dict) -> list[str]:
     cells += [f"{row[name]:.3f}" for name in ("accuracy_without", "accuracy_alone")]
     cells += [f"{row['keys_numerical']}, {row['keys_effective']:.1f}", str(row["representation_dimension"])]
     cells += ["-" if row[name] is None else f"{row[name]:.3f}" for name in ("error_at_dimension", "error_after")]
-    return [*cells, str(row["represented"]), row["irreps"], f"{row['state_effective_rank']:.1f}"]
+    kept = "-" if row["retention"] is None else f"{row['retention']:.5f}"
+    return [*cells, str(row["represented"]), row["irreps"], kept, f"{row['state_effective_rank']:.1f}"]
 
 
 def by_cell(rows: pa.Table) -> dict[tuple, list[dict]]:
@@ -83,14 +86,16 @@ def by_cell(rows: pa.Table) -> dict[tuple, list[dict]]:
 def figure(rows: pa.Table) -> Figure:
     """Share of seeds that solve each length against n_h; a panel for each group, the predicted n_h as a line."""
     groups = list(dict.fromkeys(rows["group"].to_pylist()))
-    drawn = Figure(figsize=(3.2 * len(groups), 3.2), layout="constrained")
+    drawn = Figure(figsize=(max(5, 3.2 * len(groups)), 3.8), layout="constrained")
     panels = drawn.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for panel, group in zip(panels, groups, strict=True):
         _panel(panel, [(cell, seeds) for cell, seeds in by_cell(rows).items() if cell[0] == group])
         panel.set_title(group)
         panel.set_xlabel("Householder steps a token")
     panels[0].set_ylabel("share of seeds that solve it")
-    panels[0].legend(frameon=False, fontsize="small")
+    drawn.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize="small"
+    )
     return drawn
 
 
@@ -100,11 +105,14 @@ def _panel(axes, cells: Sequence[tuple[tuple, list[dict]]]) -> None:
         for name in ("solved", "solved_long"):
             lines[negative, gate, name].append((steps, sum(seed[name] for seed in seeds) / len(seeds)))
     for (negative, gate, name), points in lines.items():
-        length = cells[0][1][0]["length" if name == "solved" else "length_long"]
+        long = name == "solved_long"
+        length = cells[0][1][0]["length_long" if long else "length"]
         label = f"{_eigenvalues(negative)}{', gate' if gate else ''}, {length} tokens"
         style = {"color": "C0" if negative else "C1", "marker": "s" if gate else "o"}
-        axes.plot(*zip(*points, strict=True), label=label, linestyle="-" if name == "solved" else "--", **style)
-    axes.axvline(cells[0][0][1], color="0.7", linewidth=0.8, zorder=0)
+        style |= {"linestyle": "--", "markersize": 4} if long else {"markersize": 8, "markerfacecolor": "none"}
+        axes.plot(*zip(*points, strict=True), label=label, **style)
+    predicted = cells[0][0][1]
+    axes.axvline(predicted, color="0.7", linewidth=0.8, zorder=0, label="predicted to suffice, from here on")
     axes.set_xticks(sorted({cell[4] for cell, _ in cells}))
     axes.set_ylim(-0.05, 1.05)
 

@@ -79,6 +79,8 @@ def main() -> None:
     top.add_argument("--out", type=Path, default=FOLDER)
     arguments = top.parse_args()
 
+    if arguments.seeds < 1:
+        top.error(f"--seeds is {arguments.seeds}; expected at least 1")
     groups = GROUPS if arguments.groups == ["all"] else arguments.groups
     choices = (CHOICES[arguments.negative_eigenvalues], CHOICES[arguments.forget_gate])
     cells = grid(groups, arguments.steps, *choices)

@@ -14,6 +14,7 @@ from jaxdelta.analysis.representation import (
     moved_span,
     multiplicities,
     represented_dimension,
+    retention,
     token_steps,
     transitions,
 )
@@ -191,6 +192,32 @@ def test_transitions_of_a_fresh_model_represent_nothing():
     for head in range(3):
         A, span = transitions(steps)[:, head], moved_span(steps, head)
         assert represented_dimension(A, group_of("S3"), span.directions) == 0
+
+
+# Retention
+
+
+def test_orthogonal_transitions_keep_everything_and_a_decay_keeps_alpha():
+    group = group_of("A5")
+    A = minimal_representation(group).matrices
+    assert retention(A, group, np.eye(3)) == pytest.approx(1)
+    assert retention(0.9 * A, group, np.eye(3)[:, :3]) == pytest.approx(0.9)
+
+
+def test_retention_is_the_mean_over_letters_on_the_directions_given():
+    """Of Z2 the identity keeps all, the other letter 0.8 of a direction and half of the next."""
+    Z2 = group_of("Z2")
+    A = np.array([np.eye(3), np.diag([-0.8, 0.5, 0.0])])
+    assert retention(A, Z2, np.eye(3)[:, :1]) == pytest.approx(np.sqrt(0.8))
+    assert retention(A, Z2, np.eye(3)[:, :2]) == pytest.approx((0.8 * 0.5) ** 0.25)
+    assert retention(A, Z2, np.eye(3)) == 0
+
+
+def test_letters_that_are_never_read_do_not_count():
+    group = group_of("S3_limit_2")
+    A = np.full((6, 2, 2), np.nan)
+    A[group.alphabet] = minimal_representation(group).matrices[group.alphabet]
+    assert retention(A, group, np.eye(2)) == pytest.approx(1)
 
 
 # A whole model

@@ -211,6 +211,12 @@ def test_recipes_that_do_not_fit(changes, reason):
         Recipe.of(vars(RECIPE) | changes)
 
 
+@pytest.mark.parametrize(("cell", "reason"), [(("S9", 1), "S9: 9 is out of range"), (("S3", 0), "num_householder is 0")])
+def test_cells_that_cannot_be(cell, reason):
+    with pytest.raises(ValueError, match=reason):
+        Cell(*cell, negative_eigenvalues=True)
+
+
 def test_a_recipe_survives_json():
     assert Recipe.of(json.loads(json.dumps(vars(RECIPE)))) == RECIPE
 

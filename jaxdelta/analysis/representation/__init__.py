@@ -7,6 +7,7 @@ from jaxdelta.analysis.representation.homomorphism import (
     multiplicities,
     represented_dimension,
 )
+from jaxdelta.analysis.representation.retention import retention
 from jaxdelta.analysis.representation.span import Span, moved_span
 from jaxdelta.analysis.representation.steps import TokenSteps, token_steps, transitions
 
@@ -20,6 +21,7 @@ __all__ = [
     "moved_span",
     "multiplicities",
     "represented_dimension",
+    "retention",
     "token_steps",
     "transitions",
 ]
