@@ -4,8 +4,9 @@ Question: does the head that solves the task move as many directions as the repr
     multiply as the group does, and as which representation?
 Command: ``python -m experiments.e04_state_tracking.instruments``, after ``run``; looks at each seed that has solved the
     trained length.
-Wall time: see below.
-Expected: see below.
+Wall time: 1 to 3 s a seed.
+Expected: for S3 with n_h = 2 every seed has a head whose two most moved directions carry the two-dimensional irreducible
+    representation once (homomorphism error 0.02 to 0.03, above 0.1 on the third), and most a second one with the sign.
 """
 
 import argparse

@@ -21,6 +21,8 @@ def solved_table(rows: pa.Table) -> Table:
         caption="solved: no mistake in at least 99 % of fresh words of that length; steps: median of those that solved\n"
         "the trained length, when a validation first said so; right: of the median seed, at the trained length",
         box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     headings = ["group", "predicted", "eigenvalues", "gate", "n_h", f"solved {first['length']}"]
     headings += [f"solved {first['length_long']}", "steps", "words right", "tokens right"]
