@@ -121,6 +121,26 @@ def test_a_killed_run_ends_with_the_rows_and_parameters_of_one_that_was_not(fini
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_what_was_best_before_a_kill_is_still_kept(tmp_path, monkeypatch):
+    """The first of four validations is the best."""
+    recipe = Recipe.of(vars(RECIPE) | {"stages": ((3, 40),), "every": 10})
+    scores = [(1.0, 0.5), (0.5, 0.4), (0.5, 0.4), (0.5, 0.3)]
+
+    def trained(file, remaining):
+        monkeypatch.setattr(training, "_right", lambda *_: None)
+        monkeypatch.setattr(training, "_faultless", lambda *_: np.array([remaining.pop(0)]))
+        return training.train(CELLS[PARITY], recipe, (0,), file)
+
+    whole = trained(tmp_path / "whole.npz", list(scores))
+    with pytest.raises(IndexError):  # in the third round
+        trained(tmp_path / "killed.npz", scores[:2])
+    killed = trained(tmp_path / "killed.npz", scores[2:])
+    for ours, theirs in zip(jax.tree.leaves(killed), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert killed.score.tolist() == [[0.5, 1.0]]
+    assert killed.steps_to_solve.tolist() == [10]
+
+
 def test_finished_cells_are_not_trained_again(finished, monkeypatch):
     folder, rows = finished
     monkeypatch.setattr("experiments.e04_state_tracking.run.train", None)
@@ -155,21 +175,21 @@ def test_accuracies_count_words_up_to_each_length():
 
 def test_the_kept_parameters_are_those_of_the_best_validation(monkeypatch):
     """By the long length, then the trained one, the latest of equals."""
-    recipe = Recipe.of(vars(RECIPE) | {"stages": ((3, 200),)})
-    scores = iter([(0.9, 0.2), (0.5, 0.3), (0.6, 0.3), (1.0, 0.1)])  # at the trained length, and the long one
+    recipe = Recipe.of(vars(RECIPE) | {"stages": ((3, 250),)})
+    scores = iter([(0.9, 0.2), (0.5, 0.3), (0.6, 0.3), (0.6, 0.3), (1.0, 0.1)])  # at the trained length, and the long one
     monkeypatch.setattr(training, "_right", lambda *_: None)
     monkeypatch.setattr(training, "_faultless", lambda *_: np.array([next(scores)]))
     averages, kept = [], []
     config = config_of(CELLS[PARITY], recipe)
     progress = training._fresh(config, recipe, (0,))
-    for _ in range(4):
+    for _ in range(5):
         progress = training._round(CELLS[PARITY], recipe, config, (0,), progress)
         averages.append(np.asarray(progress.trainee.average["embed"][...]))
         kept.append(np.asarray(progress.kept["embed"][...]))
-    for found, expected in zip(kept, (0, 1, 2, 2), strict=True):
+    for found, expected in zip(kept, (0, 1, 2, 3, 3), strict=True):
         np.testing.assert_array_equal(found, averages[expected])
     assert progress.score.tolist() == [[0.3, 0.6]]
-    assert progress.steps_to_solve.tolist() == [200]
+    assert progress.steps_to_solve.tolist() == [250]
 
 
 def test_words_differ_by_seed_and_round_and_from_those_of_the_test():
