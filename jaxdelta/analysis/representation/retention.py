@@ -1,0 +1,19 @@
+"""How much of what a head represents does a token leave?
+
+    retention = exp(mean over the letters a of log |det P^T A(a) P| / d)
+
+on d directions P: 1 for orthogonal transitions. A state tracked over T tokens fades to retention^T of its size, so a model
+that is right over its trained length may still be lost some multiples later: beta = 2 sigmoid(.) stays below 2, the eps of
+the keys' norm keeps eigenvalues from -1, and a forget gate multiplies by alpha.
+"""
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxdelta.tasks.state_tracking import Group
+
+
+def retention(A: Float[np.ndarray, "G K K"], group: Group, basis: Float[np.ndarray, "K d"]) -> float:
+    """The geometric mean above, 0 where a letter deletes a direction. ``basis``: orthonormal columns, at least one."""
+    _, log_determinants = np.linalg.slogdet(basis.T @ A[group.alphabet] @ basis)
+    return float(np.exp(np.mean(log_determinants) / basis.shape[-1]))

@@ -1,0 +1,67 @@
+"""What does a token do to the states? Its Householder steps and their product, exactly.
+
+    A(x) = alpha_x (I - beta_{x,n} k_{x,n} k_{x,n}^T) ... (I - beta_{x,1} k_{x,1} k_{x,1}^T)
+
+In the first layer of a model, without a short convolution, keys and gates are functions of the token alone, and so is its
+transition. Source: the recurrence of ``ops/delta_product.py``.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.nn.linear_mixer import LinearMixer
+
+
+class TokenSteps(NamedTuple):
+    """Steps of every word of the vocabulary in the first layer, f64.
+
+    Attributes:
+        keys: Float[Y n_h H K], as the layer uses them.
+        beta: Float[Y n_h H], in [0, 2].
+        alpha: Float[Y H], in (0, 1].
+    """
+
+    keys: np.ndarray
+    beta: np.ndarray
+    alpha: np.ndarray
+
+
+def token_steps(model: Decoder) -> TokenSteps:
+    """Keys, write strengths and decays of every word.
+
+    Raises:
+        ValueError: the first layer is attention, or has a convolution, so that a step depends on more than its token.
+    """
+    mixer, config = model.layers[0].mixer, model.config
+    if not isinstance(mixer, LinearMixer) or config.conv_width != 1:
+        raise ValueError(
+            f"the first layer is {config.layer_kinds[0]} with a convolution of {config.conv_width} taps; "
+            "expected linear with 1, where a step depends on its token alone"
+        )
+    keys, beta, g = jax.jit(_first_layer)(model)
+    shape = (config.vocab_size, mixer.num_householder, config.num_value_heads)
+    keys, beta, g = (np.asarray(x, np.float64) for x in (keys, beta, g))
+    return TokenSteps(keys.reshape(*shape, -1), beta.reshape(shape), np.exp(g[:, 0]))
+
+
+def transitions(steps: TokenSteps) -> Float[np.ndarray, "Y H K K"]:
+    """A(x) of every word and head; acts on S from the left."""
+    alpha = steps.alpha[..., None, None]
+    A = np.broadcast_to(np.eye(steps.keys.shape[-1]), (*alpha.shape[:2], *steps.keys.shape[-1:] * 2))
+    for j in range(steps.keys.shape[1]):
+        k, beta = steps.keys[:, j, :, :, None], steps.beta[:, j, :, None, None]
+        A = A - beta * k @ (k.swapaxes(-1, -2) @ A)
+    return alpha * A
+
+
+def _first_layer(model: Decoder):
+    tokens = jnp.arange(model.config.vocab_size)[:, None]
+    h = model(tokens, model.init_carry(*tokens.shape)).inputs[0]
+    mixer = model.layers[0].mixer
+    _, keys, _ = mixer.heads(mixer.project(h))
+    return keys, *mixer.gates(h)

@@ -1,0 +1,169 @@
+"""A model that solves the word problem of a group, written down and not trained.
+
+For a representation rho every token's steps are the reflections whose product is rho(x), and it writes v_j = C^T k_j:
+
+    S_t - C = rho(x_t) (S_{t-1} - C),   S_0 = 0,   so   S_t = C - rho(target_t) C,   C = c I
+
+A query q that no element but the identity fixes reads c (q - rho(target)^T q): another direction for each element, of which
+the largest inner product names it, and zero for the identity, which a second head names that always reads the same. So
+n_h = max rank(rho(g) - I) suffices for one layer, as few as ``predicted_householder(group)`` for the minimal rho.
+
+The activation of keys and values is never below -0.28, so both are small before their norm, and its eps takes
+1e-6 / ||.||^2 of a key's length: with beta = 2, which f32 reaches, an eigenvalue is -1 + 1e-5 or so, and the solution
+fades over some ten thousand tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+
+from jaxdelta.models.config import DeltaLMConfig
+from jaxdelta.models.delta_lm import DeltaLM
+from jaxdelta.tasks.state_tracking.groups import Group, shortest_words
+from jaxdelta.tasks.state_tracking.representations import TOLERANCE, Representation, minimal_representation
+
+SMALL = 0.2  # largest entry of keys and values before their norm: silu gives any number from -0.278 up
+OFF, ON = -200.0, 200.0  # before the sigmoid of beta
+
+
+def reflections(matrix: Float[np.ndarray, "d d"]) -> list[np.ndarray]:
+    """Unit vectors k_1 .. k_n, n = rank(g - I), with g = (I - 2 k_n k_n^T) ... (I - 2 k_1 k_1^T) for an orthogonal g.
+
+    Each reflection that swaps v and g v, leaving alone what g leaves alone, takes one from the rank (Scherk's theorem).
+    """
+    found = []
+    rest = np.array(matrix, np.float64)
+    while np.abs(moved := rest - np.eye(len(rest))).max() > TOLERANCE:
+        column = moved[:, np.argmax(np.linalg.norm(moved, axis=0))]
+        found.append(column / np.linalg.norm(column))
+        rest = rest - 2 * np.outer(found[-1], found[-1] @ rest)
+    return found[::-1]
+
+
+def solution(group: Group, representation: Representation | None = None) -> DeltaLM:
+    """A one-layer model of two heads that names every prefix product; its n_h is what the representation needs.
+
+    Args:
+        representation: faithful, of ``generated(group)``; None is the minimal one.
+
+    Raises:
+        ValueError: the representation is not faithful, or not of that group.
+    """
+    elements = np.array(sorted(shortest_words(group)))
+    rho = minimal_representation(group) if representation is None else representation
+    if len(rho.matrices) != len(elements) or rho.kernel.sum() != 1:
+        size, kernel = len(rho.matrices), int(rho.kernel.sum())
+        raise ValueError(f"a representation of {size} elements with a kernel of {kernel}; expected {len(elements)} and 1")
+    letters = {x: reflections(rho.matrices[np.searchsorted(elements, x)]) for x in group.alphabet.tolist()}
+    query, chords = _query(rho)
+    model = _blank(_config(len(group), rho.dimension, max(1, *map(len, letters.values())), _shortest(chords)))
+    _set_steps(model, letters)
+    _set_readout(model, query, chords, elements)
+    return model
+
+
+def _config(elements: int, dimension: int, steps: int, shortest: float) -> DeltaLMConfig:
+    """The residual stream holds the token, what the first head reads, and what the second does.
+
+    The eps of the norm is the mean square of the shortest reading, c ||q - rho^T q|| / sqrt(K), so that what rounding
+    leaves of the identity's stays small.
+    """
+    return DeltaLMConfig(
+        family="gated_deltaproduct",
+        vocab_size=elements,
+        width=elements + dimension + 1,
+        mlp_width=1,
+        layer_kinds=("linear",),
+        num_key_heads=2,
+        num_value_heads=2,
+        key_dim=dimension,
+        value_dim=dimension,
+        conv_width=1,
+        num_householder=steps,
+        forget_gate=False,
+        negative_eigenvalues=True,
+        output_gate=None,
+        norm_eps=(SMALL * shortest / dimension) ** 2,
+    )
+
+
+def _blank(config: DeltaLMConfig) -> DeltaLM:
+    """A model whose matrices are zero and whose norms do not scale."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: DeltaLM(config)))
+    return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.full(x.shape, 1.0 if x.ndim == 1 else 0.0, x.dtype), params))
+
+
+def _set_steps(model: DeltaLM, letters: dict[int, list[np.ndarray]]) -> None:
+    """Steps of every token: the reflections of its letter, and in the second head one that writes a constant."""
+    c, mixer = model.config, model.layers[0].mixer
+    shape = (c.vocab_size, c.num_householder, 2)
+    keys, values, beta = np.zeros((*shape, c.key_dim)), np.zeros((*shape, c.value_dim)), np.full(shape, OFF)
+    keys[..., 0] = SMALL
+    for letter, reflected in letters.items():
+        for j, k in enumerate(reflected):
+            keys[letter, j, 0] = k * SMALL / np.abs(k).max()
+            values[letter, j, 0] = k * SMALL
+            beta[letter, j, 0] = ON
+    values[:, 0, 1], beta[:, 0, 1] = SMALL, 0.0
+    model.embed[...] = jnp.eye(c.vocab_size, c.width)
+    for weight, before in ((mixer.k, _before_silu(keys)), (mixer.v, _before_silu(values)), (mixer.b, beta)):
+        _set_by_token(model, weight, before)
+
+
+def _set_readout(model: DeltaLM, query: np.ndarray, chords: np.ndarray, elements: np.ndarray) -> None:
+    """Queries, the same for every token, and the head's inner products with what each element reads."""
+    c, mixer = model.config, model.layers[0].mixer
+    q = np.zeros((c.vocab_size, 2, c.key_dim))
+    q[:, 0], q[:, 1, 0] = query * SMALL / np.abs(query).max(), SMALL
+    _set_by_token(model, mixer.q, _before_silu(q))
+    read = slice(c.vocab_size, c.vocab_size + c.value_dim)
+    out, head = np.zeros(mixer.out.shape), np.zeros(model.head.shape)
+    out[read, : c.value_dim], out[-1, c.value_dim] = np.eye(c.value_dim), 1
+    lengths = np.linalg.norm(chords, axis=1, keepdims=True)
+    identity = lengths[:, 0] == 0
+    head[elements, read] = chords / np.where(identity[:, None], 1, lengths)
+    # The shortest reading gives its element sqrt(V / 2), and the second head reads 1 / sqrt(1 + eps V / SMALL^2).
+    constant = SMALL / np.sqrt(c.value_dim)
+    head[elements[identity], -1] = np.sqrt(c.value_dim / 2) / 2 * np.sqrt(1 + c.norm_eps / constant**2)
+    mixer.out[...], model.head[...] = jnp.asarray(out, jnp.float32), jnp.asarray(head, jnp.float32)
+
+
+def _set_by_token(model: DeltaLM, weight: nnx.Param, before: np.ndarray) -> None:
+    """Set a projection so that it gives ``before`` [Y, ...] for each token, of which the norm leaves ``length``."""
+    c = model.config
+    length = 1 / np.sqrt(1 / c.width + c.norm_eps)
+    columns = before.reshape(c.vocab_size, -1).T / length
+    weight[...] = jnp.zeros(weight.shape).at[:, : c.vocab_size].set(jnp.asarray(columns, jnp.float32))
+
+
+def _query(rho: Representation, candidates: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Of some unit queries that whose chords q - rho(g)^T q point furthest apart, and these; zero for the identity."""
+
+    def chords(q: np.ndarray) -> np.ndarray:
+        return np.where(rho.kernel[:, None], 0, q - q @ rho.matrices)
+
+    def nearest(q: np.ndarray) -> float:
+        others = chords(q)[~rho.kernel]
+        u = others / np.linalg.norm(others, axis=1, keepdims=True)
+        return float((u @ u.T - 2 * np.eye(len(u))).max())
+
+    drawn = np.random.default_rng(0).standard_normal((candidates, rho.dimension))
+    best = min(drawn / np.linalg.norm(drawn, axis=1, keepdims=True), key=nearest)
+    return best, chords(best)
+
+
+def _shortest(chords: np.ndarray) -> float:
+    lengths = np.linalg.norm(chords, axis=1)
+    return float(lengths[lengths > 0].min())
+
+
+def _before_silu(x: np.ndarray) -> np.ndarray:
+    """Where silu gives x, on its rising side, by bisection."""
+    low, high = np.full_like(x, -1.27), np.full_like(x, 1.27)
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = middle / (1 + np.exp(-middle)) < x
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return (low + high) / 2
