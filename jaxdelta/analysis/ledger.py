@@ -6,6 +6,7 @@ verdict follows from the two. The claims are those of a study of DeltaProduct's 
 """
 
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +16,6 @@ import numpy as np
 import pyarrow as pa
 
 from jaxdelta.analysis.claims import Line, above, at_most, below, equal
-from jaxdelta.analysis.representations import (
-    costliest_element,
-    cube_rotations,
-    icosahedron_rotations,
-    permutation_matrices,
-)
 from jaxdelta.ops.householder import (
     active_rank,
     determinant,
@@ -36,11 +31,13 @@ from jaxdelta.ops.nearest_product import distance, nearest_product, optimised_fa
 from jaxdelta.ops.norms import l2norm
 from jaxdelta.ops.reflections import reflections
 from jaxdelta.results import Results
+from jaxdelta.tasks.state_tracking import group_of, minimal_representation
 
 FACTORS = (1, 2, 4, 7)
 EACH = ", ".join(map(str, FACTORS))
 ANGLES = {"0.3": 0.3, "1.0": 1.0, "2.5": 2.5, "pi": np.pi}
 ROUNDING = 3e-15
+LEAST = {"S3": 2, "S4": 2, "A5": 2, "S5": 4}
 SMALLEST_DIM = max(FACTORS) + 1
 
 SCHEMA = pa.schema(
@@ -246,16 +243,17 @@ def sigmoid_strength(sample: Sample) -> list[Line]:
 
 
 def groups(sample: Sample) -> list[Line]:
-    """What permutation matrices need is not what the group needs."""
-    cube = costliest_element(cube_rotations())
+    """What permutation matrices need is not what the group needs: the least of all its faithful representations."""
+    permuted = {3: _permutations(3), 4: _permutations(4), 5: _permutations(5)}
+    least = {name: _costliest(minimal_representation(group_of(name)).matrices) for name in ("S3", "S4", "A5", "S5")}
+    even = permuted[5][np.linalg.det(permuted[5]) > 0]
     return [
-        equal("S3, permutations of 3 points", 2, costliest_element(permutation_matrices(3))),
-        equal("S4, permutations of 4 points", 3, costliest_element(permutation_matrices(4))),
-        equal("S4 needs what its permutations need", 3, cube),
-        equal("S4, rotations of the cube", 2, cube),
-        equal("A5, permutations of 5 points", 4, costliest_element(permutation_matrices(5, even=True))),
-        equal("A5, rotations of the icosahedron", 2, costliest_element(icosahedron_rotations())),
-        equal("S5, permutations of 5 points", 4, costliest_element(permutation_matrices(5))),
+        equal("S3, permutations of 3 points", 2, _costliest(permuted[3])),
+        equal("S4, permutations of 4 points", 3, _costliest(permuted[4])),
+        equal("A5, permutations of 5 points", 4, _costliest(even)),
+        equal("S5, permutations of 5 points", 4, _costliest(permuted[5])),
+        equal("S4 needs what its permutations need", 3, least["S4"]),
+        *(equal(f"{name}, least representation", needed, least[name]) for name, needed in LEAST.items()),
     ]
 
 
@@ -311,6 +309,15 @@ CONDITIONS: dict[str, Callable[[Sample], list[Line]]] = {
     "Distance of a rotation of one plane by t, beta in [0, 2]": free_strength,
     "Orthogonal g that products of n_h factors reach; distances": parities,
 }
+
+
+def _permutations(points: int) -> np.ndarray:
+    return np.eye(points)[np.array(list(permutations(range(points))))]
+
+
+def _costliest(representation: np.ndarray) -> int:
+    """max_g rank(rho(g) - I): the reflections that the costliest element takes."""
+    return int(reflections(representation, tolerance=1e-8).num_householder.max())
 
 
 def _at_one(A: np.ndarray) -> np.ndarray:

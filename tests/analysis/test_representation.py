@@ -21,12 +21,12 @@ from jaxdelta.analysis.representation import (
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.models.decoder import states, with_states
 from jaxdelta.models.delta_lm import DeltaLM
+from jaxdelta.ops.reflections import reflections
 from jaxdelta.tasks.state_tracking import (
     direct_sum,
     group_of,
     minimal_representation,
     real_irreps,
-    reflections,
     solution,
     words,
 )
@@ -38,7 +38,8 @@ K = 7
 
 def steps_of(matrices, *, basis=None):
     """Steps of one head of K dimensions that are the reflections of ``matrices``, on the columns of ``basis``."""
-    found = [reflections(matrix) for matrix in matrices]
+    taken = reflections(matrices, tolerance=1e-8)
+    found = [k[:count] for k, count in zip(taken.k, taken.num_householder, strict=True)]
     n, d = max(map(len, found)), matrices.shape[-1]
     basis = np.eye(K)[:, :d] if basis is None else basis
     keys, beta = np.zeros((len(found), n, 1, K)), np.zeros((len(found), n, 1))

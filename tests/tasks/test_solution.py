@@ -1,4 +1,4 @@
-"""The written-down solution names every product in the predicted number of steps; reflections multiply to their matrix."""
+"""The written-down solution names every product in the predicted number of steps."""
 
 import jax
 import numpy as np
@@ -12,7 +12,6 @@ from jaxdelta.tasks.state_tracking import (
     minimal_representation,
     predicted_householder,
     real_irreps,
-    reflections,
     solution,
     words,
 )
@@ -35,21 +34,6 @@ def logits(model, tokens):
 
 def named(model, tokens):
     return np.asarray(logits(model, tokens)).argmax(axis=-1)
-
-
-@pytest.mark.parametrize("fixed", [0, 2, 5])
-def test_reflections_multiply_to_their_matrix_and_are_as_few_as_its_rank(fixed):
-    matrix = orthogonal(fixed, 6, fixed)
-    found = reflections(matrix)
-    assert len(found) == np.linalg.matrix_rank(matrix - np.eye(6), tol=1e-8)
-    product = np.eye(6)
-    for k in found:
-        product = (np.eye(6) - 2 * np.outer(k, k)) @ product
-    np.testing.assert_allclose(product, matrix, atol=1e-12)
-
-
-def test_the_identity_takes_no_reflection():
-    assert reflections(np.eye(3)) == []
 
 
 @pytest.mark.parametrize("name", ["Z2", "Z3", "Z7", "S3", "S4", "A5", "S5", "S5_limit_2", "S5_limit_3", "S5_limit_4"])

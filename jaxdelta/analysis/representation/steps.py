@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.nn.linear_mixer import LinearMixer
+from jaxdelta.ops.householder import transition
 
 
 class TokenSteps(NamedTuple):
@@ -51,17 +52,12 @@ def token_steps(model: Decoder) -> TokenSteps:
 
 def transitions(steps: TokenSteps) -> Float[np.ndarray, "Y H K K"]:
     """A(x) of every word and head; acts on S from the left."""
-    alpha = steps.alpha[..., None, None]
-    A = np.broadcast_to(np.eye(steps.keys.shape[-1]), (*alpha.shape[:2], *steps.keys.shape[-1:] * 2))
-    for j in range(steps.keys.shape[1]):
-        k, beta = steps.keys[:, j, :, :, None], steps.beta[:, j, :, None, None]
-        A = A - beta * k @ (k.swapaxes(-1, -2) @ A)
-    return alpha * A
+    return transition(np.moveaxis(steps.keys, 1, 2), np.moveaxis(steps.beta, 1, 2), steps.alpha, unit=False)
 
 
 def _first_layer(model: Decoder):
     tokens = jnp.arange(model.config.vocab_size)[:, None]
     h = model(tokens, model.init_carry(*tokens.shape)).inputs[0]
     mixer = model.layers[0].mixer
-    _, keys, _ = mixer.heads(mixer.project(h))
-    return keys, *mixer.gates(h)
+    inputs, _ = mixer.rule_inputs(h, mixer.init_carry(len(h), h.dtype).tail)
+    return inputs.k, inputs.beta, inputs.g

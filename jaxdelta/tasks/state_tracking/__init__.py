@@ -8,7 +8,7 @@ from jaxdelta.tasks.state_tracking.representations import (
     predicted_householder,
     real_irreps,
 )
-from jaxdelta.tasks.state_tracking.solution import reflections, solution
+from jaxdelta.tasks.state_tracking.solution import solution
 from jaxdelta.tasks.state_tracking.words import Words, prefix_products, words
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "predicted_householder",
     "prefix_products",
     "real_irreps",
-    "reflections",
     "shortest_words",
     "solution",
     "words",

@@ -17,29 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Float
 
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.models.delta_lm import DeltaLM
+from jaxdelta.ops.reflections import reflections
 from jaxdelta.tasks.state_tracking.groups import Group, shortest_words
 from jaxdelta.tasks.state_tracking.representations import TOLERANCE, Representation, minimal_representation
 
 SMALL = 0.2  # largest entry of keys and values before their norm: silu gives any number from -0.278 up
 OFF, ON = -200.0, 200.0  # before the sigmoid of beta
-
-
-def reflections(matrix: Float[np.ndarray, "d d"]) -> list[np.ndarray]:
-    """Unit vectors k_1 .. k_n, n = rank(g - I), with g = (I - 2 k_n k_n^T) ... (I - 2 k_1 k_1^T) for an orthogonal g.
-
-    Each reflection that swaps v and g v, leaving alone what g leaves alone, takes one from the rank (Scherk's theorem).
-    """
-    found = []
-    rest = np.array(matrix, np.float64)
-    while np.abs(moved := rest - np.eye(len(rest))).max() > TOLERANCE:
-        column = moved[:, np.argmax(np.linalg.norm(moved, axis=0))]
-        found.append(column / np.linalg.norm(column))
-        rest = rest - 2 * np.outer(found[-1], found[-1] @ rest)
-    return found[::-1]
 
 
 def solution(group: Group, representation: Representation | None = None) -> DeltaLM:
@@ -56,7 +42,10 @@ def solution(group: Group, representation: Representation | None = None) -> Delt
     if len(rho.matrices) != len(elements) or rho.kernel.sum() != 1:
         size, kernel = len(rho.matrices), int(rho.kernel.sum())
         raise ValueError(f"a representation of {size} elements with a kernel of {kernel}; expected {len(elements)} and 1")
-    letters = {x: reflections(rho.matrices[np.searchsorted(elements, x)]) for x in group.alphabet.tolist()}
+    found = reflections(rho.matrices[np.searchsorted(elements, group.alphabet)], tolerance=TOLERANCE)
+    letters = {
+        x: list(k[:count]) for x, k, count in zip(group.alphabet.tolist(), found.k, found.num_householder, strict=True)
+    }
     query, chords = _query(rho)
     model = _blank(_config(len(group), rho.dimension, max(1, *map(len, letters.values())), _shortest(chords)))
     _set_steps(model, letters)
