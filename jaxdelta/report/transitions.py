@@ -108,12 +108,12 @@ def window_table(ledger: xr.Dataset, rows: list[dict]) -> Table:
     """Frozen, forgotten and shared directions against the length of a window, over all layers and heads."""
     view = _view(
         "Products over windows, by length",
-        "Directions frozen: changed by at most K eps(f32), 1 %, 10 %; the bound is K - n_h tokens. "
+        "Window: tokens. Directions frozen: changed by at most K eps(f32), 1 %, 10 %; the bound is K - n_h tokens. "
         f"Forgotten: kept by less than {FORGOTTEN:g}. Overlap of those changed by more than {ACTIVE:g}, and of those "
         "forgotten: of successive windows, of windows apart, of random subspaces of as many dimensions. "
         "Log alpha: the decays' sum, mean. " + _too_short(ledger),
     )
-    for heading in ("\ntokens", "win-\ndows", "frozen\nbound", "\nK eps", "\n1 %", "\n10 %", "for-\ngotten", "log\nalpha"):
+    for heading in ("win-\ndow", "\ncount", "\nbound", "K\neps", "\n1 %", "\n10 %", "for-\ngotten", "log\nalpha"):
         view.add_column(heading, justify="right", no_wrap=True)
     for heading in ("overlap, %\nchanged", "for-\ngotten"):
         view.add_column(heading, justify="right", no_wrap=True)
@@ -123,8 +123,8 @@ def window_table(ledger: xr.Dataset, rows: list[dict]) -> Table:
             " ".join(_share(row[f"{kind}_{name}"]) for name in ("overlap", "apart", "chance"))
             for kind in ledger.kind.values
         ]
-        decay = f"{row['log_decay']:.{1 if row['log_decay'] > -100 else 0}f}"
-        view.add_row(str(row["window"]), f"{row['windows']:,}", str(row["frozen_bound"]), *frozen, decay, *overlaps)
+        decay = f"{row['log_decay']:.{1 if row['log_decay'] > -10 else 0}f}"
+        view.add_row(str(row["window"]), str(row["windows"]), str(row["frozen_bound"]), *frozen, decay, *overlaps)
     return view
 
 
