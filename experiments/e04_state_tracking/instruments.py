@@ -39,6 +39,23 @@ from jaxdelta.results import Results
 from jaxdelta.tasks.state_tracking import Group, generated, group_of, minimal_representation, real_irreps, words
 
 COUNT, LENGTH = 64, 64  # words on which heads are ablated and states are made
+KINDS = {
+    pa.string(): ("group", "irreps"),
+    pa.bool_(): ("negative_eigenvalues", "forget_gate"),
+    pa.int64(): ("num_householder", "seed", "head", "representation_dimension", "keys_numerical", "represented"),
+    pa.float64(): (
+        "accuracy",
+        "accuracy_without",
+        "accuracy_alone",
+        "state_rank",
+        "state_effective_rank",
+        "keys_effective",
+        "retention",
+        "error_at_dimension",
+        "error_after",
+    ),
+}
+SCHEMA = pa.schema([(name, kind) for kind, names in KINDS.items() for name in names])  # a column may be empty in a part
 
 
 def measure(folder: Path) -> pa.Table:
@@ -58,7 +75,7 @@ def measure(folder: Path) -> pa.Table:
             cell, params = cells[index], load_parameters(parameters_file(folder, index), cells[index], recipe)
             found = instruments(group_of(cell.group), model_of(cell, recipe, params, place))
             rows = [vars(cell) | {"seed": about["seeds"][place]} | row for row in found]
-            results.write_part(part, pa.Table.from_pylist(rows))
+            results.write_part(part, pa.Table.from_pylist(rows, schema=SCHEMA))
     return results.finish(int(solved.sum()))
 
 
