@@ -275,6 +275,11 @@ def test_instruments_find_the_sign_in_a_head_that_parity_needs(finished):
     assert "1b" in text
 
 
+def test_a_seed_whose_heads_represent_nothing_fits_beside_others():
+    tables = [instruments.table_of([{"seed": 0, "retention": value}] * 2) for value in (None, 0.5)]
+    assert pa.concat_tables(tables)["retention"].to_pylist() == [None, None, 0.5, 0.5]
+
+
 def test_instruments_want_a_seed_that_has_solved_its_task(tmp_path):
     short = Recipe.of(vars(RECIPE) | {"stages": ((3, 50),)})
     run([Cell("Z2", 1, negative_eigenvalues=False)], short, (0,), tmp_path)
