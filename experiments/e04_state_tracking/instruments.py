@@ -4,9 +4,13 @@ Question: does the head that solves the task move as many directions as the repr
     multiply as the group does, and as which representation?
 Command: ``python -m experiments.e04_state_tracking.instruments``, after ``run``; looks at each seed that has solved the
     trained length.
-Wall time: 1 to 3 s a seed.
-Expected: for S3 with n_h = 2 every seed has a head whose two most moved directions carry the two-dimensional irreducible
-    representation once (homomorphism error 0.02 to 0.03, above 0.1 on the third), and most a second one with the sign.
+Wall time: one minute for the 50 seeds of the small grid, on a CPU.
+Expected: S3 with n_h = 2: every seed has a head whose two most moved directions carry the two-dimensional irreducible
+    representation once (homomorphism error 0.02 to 0.03, above 0.1 on the third), and seven a second one with the sign,
+    where the keys of either head span all 8 dimensions above rounding and 2 to 5 effective ones. Z2 with n_h = 1: a head
+    with the sign in nine seeds, just missed in the tenth; what solves 128 tokens keeps more than 0.993 of it a token,
+    what does not mostly less. With more steps than needed the directions moved most are not always those that carry the
+    representation, and the instruments find it in fewer heads.
 """
 
 import argparse
@@ -39,23 +43,6 @@ from jaxdelta.results import Results
 from jaxdelta.tasks.state_tracking import Group, generated, group_of, minimal_representation, real_irreps, words
 
 COUNT, LENGTH = 64, 64  # words on which heads are ablated and states are made
-KINDS = {
-    pa.string(): ("group", "irreps"),
-    pa.bool_(): ("negative_eigenvalues", "forget_gate"),
-    pa.int64(): ("num_householder", "seed", "head", "representation_dimension", "keys_numerical", "represented"),
-    pa.float64(): (
-        "accuracy",
-        "accuracy_without",
-        "accuracy_alone",
-        "state_rank",
-        "state_effective_rank",
-        "keys_effective",
-        "retention",
-        "error_at_dimension",
-        "error_after",
-    ),
-}
-SCHEMA = pa.schema([(name, kind) for kind, names in KINDS.items() for name in names])  # a column may be empty in a part
 
 
 def measure(folder: Path) -> pa.Table:
@@ -75,8 +62,15 @@ def measure(folder: Path) -> pa.Table:
             cell, params = cells[index], load_parameters(parameters_file(folder, index), cells[index], recipe)
             found = instruments(group_of(cell.group), model_of(cell, recipe, params, place))
             rows = [vars(cell) | {"seed": about["seeds"][place]} | row for row in found]
-            results.write_part(part, pa.Table.from_pylist(rows, schema=SCHEMA))
+            results.write_part(part, table_of(rows))
     return results.finish(int(solved.sum()))
+
+
+def table_of(rows: list[dict]) -> pa.Table:
+    """Rows as a table; a column of nothing but None is of numbers too, so that the tables of seeds fit together."""
+    table = pa.Table.from_pylist(rows)
+    types = [pa.float64() if pa.types.is_null(field.type) else field.type for field in table.schema]
+    return table.cast(pa.schema(list(zip(table.column_names, types, strict=True))))
 
 
 def instruments(group: Group, model: Decoder) -> list[dict]:
@@ -124,7 +118,7 @@ def main() -> None:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--out", type=Path, default=FOLDER)
     rows = measure(top.parse_args().out)
-    Console(width=120).print(report.instrument_table(rows))
+    Console(width=130).print(report.instrument_table(rows))
 
 
 if __name__ == "__main__":

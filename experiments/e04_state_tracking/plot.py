@@ -18,7 +18,7 @@ def main() -> None:
     top.add_argument("--out", type=Path, default=FOLDER)
     folder = top.parse_args().out
     rows = pa_parquet.read_table(folder / "rows.parquet")
-    console = Console(width=120)
+    console = Console(width=130)
     console.print(report.solved_table(rows))
     instruments = folder / "instruments" / "rows.parquet"
     if instruments.exists():

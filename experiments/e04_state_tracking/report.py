@@ -18,8 +18,9 @@ def solved_table(rows: pa.Table) -> Table:
     first = rows.slice(0, 1).to_pylist()[0]
     view = Table(
         title="One layer, n_h Householder steps a token",
-        caption="solved: no mistake in at least 99 % of fresh words of that length; steps: median of those that solved\n"
-        "the trained length, when a validation first said so; right: of the median seed, at the trained length",
+        caption="solved: no mistake in at least 99 % of fresh words of that length; steps: of the\n"
+        "median seed that solved the trained length, when a validation first said so; right: by\n"
+        "the median seed, at the trained length",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
         pad_edge=False,

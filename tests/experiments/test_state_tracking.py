@@ -1,7 +1,6 @@
 """The experiment on state tracking in small: parity is learnt where an eigenvalue can be -1, and a kill changes nothing."""
 
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -276,14 +275,9 @@ def test_instruments_find_the_sign_in_a_head_that_parity_needs(finished):
     assert "1b" in text
 
 
-def test_a_seed_whose_heads_represent_nothing_stands_beside_those_that_do(finished, tmp_path, monkeypatch):
-    """A column without a single number in one part is still a column of numbers."""
-    folder = shutil.copytree(finished[0], tmp_path / "copy", ignore=shutil.ignore_patterns("instruments"))
-    found, heads = instruments.represented_dimension, iter(range(12))
-    monkeypatch.setattr(instruments, "represented_dimension", lambda *x: 0 if next(heads) < 4 else found(*x))
-    rows = instruments.measure(folder).to_pylist()
-    assert [row["retention"] for row in rows[:4]] == [None] * 4
-    assert any(row["retention"] for row in rows[4:])
+def test_a_seed_whose_heads_represent_nothing_fits_beside_others():
+    tables = [instruments.table_of([{"seed": 0, "retention": value}] * 2) for value in (None, 0.5)]
+    assert pa.concat_tables(tables)["retention"].to_pylist() == [None, None, 0.5, 0.5]
 
 
 def test_instruments_want_a_seed_that_has_solved_its_task(tmp_path):
