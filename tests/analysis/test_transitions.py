@@ -209,10 +209,11 @@ def test_segments_change_nothing_but_rounding(models, ledgers, segment):
 
 
 def test_a_text_is_the_same_alone_and_beside_others(models, ledgers):
+    """Up to rounding: the cache is as long as the longest text needs."""
     alone = ledger_of(models["qwen"], documents(41, 23)[1:], segment=8, windows=WINDOWS)
     beside = ledgers["qwen"].isel(document=[1], token=slice(23))
     for name, x in alone.items():
-        np.testing.assert_array_equal(x, beside[name], err_msg=name)
+        np.testing.assert_allclose(x, beside[name], rtol=1e-3, atol=2e-5, err_msg=name)
 
 
 def test_one_token_is_a_text(models):
