@@ -32,7 +32,6 @@ import xarray as xr
 from jaxtyping import Array, Float
 
 from jaxdelta.analysis.objectives import LogitDifference, Loss, objective_of
-from jaxdelta.checkpoints import parameters_sha256
 from jaxdelta.dims import HIGHEST, Matrices
 from jaxdelta.interventions import Intervention, Truncate
 from jaxdelta.memory import reverse_fits
@@ -41,7 +40,7 @@ from jaxdelta.ops.low_rank import has_gap, left_directions
 from jaxdelta.results import Results
 from jaxdelta.reverse import Pulled, Tape, pull_back, record
 from jaxdelta.segments import NonFiniteError, check_tokens
-from jaxdelta.tasks.documents import Document
+from jaxdelta.tasks.documents import Document, identity
 
 GAUGE = (
     "gates of single directions inside a block of equal singular values depend on the basis; use tail_gate, tail_fisher. "
@@ -158,11 +157,7 @@ def sensitivity_maps(
     )
     configuration = dict(
         analysis="sensitivity",
-        model=name,
-        dtype=model.dtype.name,
-        revision=model.origin.revision if model.origin else None,
-        parameters=parameters_sha256(model) if out is not None else None,
-        documents=[[d.name, d.sha256()] for d in documents],
+        **identity(model, name, documents, kept=out is not None),
         segment=segment,
         loss=loss,
         samples=samples,

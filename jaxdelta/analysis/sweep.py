@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 
 from jaxdelta import memory
-from jaxdelta.checkpoints import parameters_sha256
 from jaxdelta.interventions import Truncate
 from jaxdelta.metrics import copy_mask, paired_difference
 from jaxdelta.models.config import DecoderConfig
@@ -24,7 +23,7 @@ from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.low_rank import Method, largest_rank
 from jaxdelta.results import Results, ResultsError
 from jaxdelta.segments import NonFiniteError, check_tokens, run
-from jaxdelta.tasks.documents import Document, tokenize
+from jaxdelta.tasks.documents import Document, identity, tokenize
 
 Scope = Literal["all", "layer", "head"]
 
@@ -124,11 +123,7 @@ def sweep(
         planned = memory.rows_that_fit(needed, len(worlds) if jax.default_backend() == "cpu" else len(grid))
     configuration = dict(
         analysis="sweep",
-        model=name,
-        dtype=model.dtype.name,
-        revision=model.origin.revision if model.origin else None,
-        parameters=parameters_sha256(model) if out is not None else None,
-        documents=[[d.name, d.sha256()] for d in documents],  # a list: parts are cut in its order
+        **identity(model, name, documents, kept=out is not None),
         ranks=sorted({world.rank for world in worlds}),
         segment=segment,
         scope=scope,

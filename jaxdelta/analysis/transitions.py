@@ -36,14 +36,13 @@ from jaxdelta.analysis.windows import (
     frozen_tolerances,
     product,
 )
-from jaxdelta.checkpoints import parameters_sha256
 from jaxdelta.memory import rows_that_fit, run_memory
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.nn.linear_mixer import LinearMixer
 from jaxdelta.results import Results
 from jaxdelta.segments import NonFiniteError, check_tokens, init_carry, rebuilt
-from jaxdelta.tasks.documents import Document
+from jaxdelta.tasks.documents import Document, identity
 
 WINDOWS = (1, 4, 16, 64, 256, 1024, 4096)
 TAKEN_WHOLE = 256  # transitions of a document, at least one for each head
@@ -97,11 +96,7 @@ def ledger_of(
     rows_that_fit(run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=max_length), 1)
     configuration = dict(
         analysis="transitions",
-        model=name,
-        dtype=model.dtype.name,
-        revision=model.origin.revision if model.origin else None,
-        parameters=parameters_sha256(model) if out is not None else None,
-        documents=[[d.name, d.sha256()] for d in documents],
+        **identity(model, name, documents, kept=out is not None),
         segment=segment,
         windows=list(windows),
     )

@@ -5,9 +5,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+
+from jaxdelta.checkpoints import parameters_sha256
+from jaxdelta.models.decoder import Decoder
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "documents"
 
@@ -114,3 +118,14 @@ def _texts_of(file: Path, name: str) -> Iterable[tuple[str, str]]:
         if not isinstance(text, str):
             raise ValueError(f'{file}, line {number}: expected a string, or an object with a string "text"')
         yield f"{name}:{number}", text
+
+
+def identity(model: Decoder, name: str, documents: Sequence[Document], *, kept: bool) -> dict[str, Any]:
+    """What tells runs of models over documents apart, as JSON has it; the parameters' checksum only of those ``kept``."""
+    return dict(
+        model=name,
+        dtype=model.dtype.name,
+        revision=model.origin.revision if model.origin else None,
+        parameters=parameters_sha256(model) if kept else None,
+        documents=[[d.name, d.sha256()] for d in documents],  # a list: parts are cut in its order
+    )
