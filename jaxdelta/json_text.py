@@ -1,0 +1,40 @@
+"""JSON from files of others: whatever cannot be read is one ValueError with a short reason."""
+
+import json
+from typing import Any
+
+MAX_DEPTH = 100  # far above what configurations nest, far below what any reader or writer of Python's can take
+
+
+def parse(text: str | bytes) -> Any:
+    """The value of a JSON text; bytes are UTF-8, with or without a byte order mark.
+
+    Raises:
+        ValueError: the text is no JSON, or none that a machine can hold; the message is a phrase ("nested too deeply").
+    """
+    try:
+        value = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text.removeprefix("\ufeff"))
+        depth = _depth(value)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in error.doc else ""
+        raise ValueError(f"{error.msg} at {line}column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except MemoryError:
+        raise ValueError("too large for the memory") from None
+    except ValueError:  # of int()
+        raise ValueError("a number has too many digits") from None
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects, counted without recursion, up to one more than MAX_DEPTH."""
+    depth, level = 0, [value]
+    while depth <= MAX_DEPTH and (level := [v for v in level if isinstance(v, dict | list)]):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        depth += 1
+    return depth
