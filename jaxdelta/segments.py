@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxdelta.arguments import shown
 from jaxdelta.dims import HIGHEST, Mask, Tokens, accumulation_dtype, is_traced, linear
 from jaxdelta.interventions import Intervention
 from jaxdelta.models import build
@@ -269,6 +270,15 @@ def check_tokens(tokens: np.ndarray | Array, vocab_size: int) -> None:
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"token ids run from {low} to {high}; expected 0 to {vocab_size - 1}")
+
+
+def check_intervention(intervention: Any) -> None:
+    """TypeError for what is no intervention, a function or a class for example; None is the run without one."""
+    if intervention is not None and (isinstance(intervention, type) or not isinstance(intervention, Intervention)):
+        raise TypeError(
+            f"intervention is {shown(intervention)}; expected an object with start(carry) and "
+            "__call__(carry, memory), such as Truncate(4)"
+        )
 
 
 def _check_room(carry: Carry, added: int | Array) -> None:

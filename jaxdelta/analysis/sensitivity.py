@@ -32,14 +32,15 @@ import xarray as xr
 from jaxtyping import Array, Float
 
 from jaxdelta.analysis.objectives import LogitDifference, Loss, objective_of
+from jaxdelta.arguments import shown, whole_number
 from jaxdelta.dims import HIGHEST, Matrices
 from jaxdelta.interventions import Intervention, Truncate
 from jaxdelta.memory import reverse_fits
-from jaxdelta.models.decoder import Decoder
+from jaxdelta.models.decoder import Decoder, check_model
 from jaxdelta.ops.low_rank import has_gap, left_directions
 from jaxdelta.results import Results
 from jaxdelta.reverse import Pulled, Tape, pull_back, record
-from jaxdelta.segments import NonFiniteError, check_tokens
+from jaxdelta.segments import NonFiniteError, check_intervention, check_tokens
 from jaxdelta.tasks.documents import Document, identity
 
 GAUGE = (
@@ -96,8 +97,11 @@ def sensitivity(
         ValueError: no token is scored, a document is too short, or an argument is out of range.
         NonFiniteError: a NaN or an infinity, with its layer, head and boundary.
     """
-    tokens, lengths, scored = as_batch(model, tokens, scored, segment)
+    tokens, lengths, scored = as_batch(model, tokens, scored, segment, names=names)
     _check_options(loss, samples, intervention, frozen_basis)
+    seed, max_length = whole_number("seed", seed), None if max_length is None else whole_number("max_length", max_length)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; expected a number of 64 bits")
     drawn = 0 if isinstance(loss, LogitDifference) else samples
     if isinstance(loss, LogitDifference):
         for words in (loss.words, loss.others):
@@ -201,9 +205,10 @@ def sensitivity_maps(
 
 
 def _check_options(loss: Loss, samples: int, intervention: Intervention | None, frozen_basis: bool) -> None:
-    if not isinstance(loss, LogitDifference) and loss not in ("next_token", "kl"):
-        raise ValueError(f"loss is {loss!r}; expected 'next_token', 'kl' or a LogitDifference")
-    if samples < 0:
+    if not isinstance(loss, LogitDifference) and not (isinstance(loss, str) and loss in ("next_token", "kl")):
+        raise ValueError(f"loss is {shown(loss)}; expected 'next_token', 'kl' or a LogitDifference")
+    check_intervention(intervention)
+    if whole_number("samples", samples) < 0:
         raise ValueError(f"samples is {samples}; expected at least 0")
     if frozen_basis and not isinstance(intervention, Truncate):
         raise ValueError("frozen_basis is for a truncation, whose directions turn with the state; there is none")
@@ -229,17 +234,29 @@ def as_batch(
     model: Decoder, tokens, scored, segment: int, *, names: Sequence[str] | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Documents as rows [B, N], their lengths, and which predictions count, Bool[B, N - 1]; checks all of them."""
-    one = not isinstance(tokens, list | tuple) and np.ndim(tokens) == 1
-    documents = [np.asarray(d) for d in ([tokens] if one else tokens)]
+    check_model(model)
+    if isinstance(tokens, str | bytes) or not np.iterable(tokens):
+        raise TypeError(f"tokens is {shown(tokens)}; expected the token ids of a document, or a list of such rows")
+    rows = list(np.asarray(tokens) if hasattr(tokens, "shape") else tokens)
+    one = bool(rows) and not np.shape(rows[0])
+    documents = [np.asarray(d) for d in ([rows] if one else rows)]
+    if not (scored is None or np.iterable(scored)) or isinstance(scored, str | bytes):
+        raise TypeError(f"scored is {shown(scored)}; expected Bool[N - 1] for each document, or None")
     masks = [None] * len(documents) if scored is None else [scored] if one else list(scored)
+    segment = whole_number("segment", segment)
     if segment < 1:
         raise ValueError(f"segment is {segment}; expected at least 1 token")
     if not documents or len(masks) != len(documents):
-        raise ValueError(f"there are {len(documents)} documents and {len(masks)} masks of scored tokens")
-    lengths = np.array([len(d) for d in documents])
+        raise ValueError(
+            f"there are {len(documents)} documents and {len(masks)} masks of scored tokens; "
+            "expected a list of one Bool[N - 1] for each document"
+        )
+    names = [f"document {row}" for row in range(len(documents))] if names is None else names
+    if len(names) != len(documents):
+        raise ValueError(f"there are {len(documents)} documents and {len(names)} names")
+    lengths = np.array([d.size for d in documents])
     batch = np.zeros((len(documents), lengths.max()), np.int32)
     counts = np.zeros((len(documents), max(1, lengths.max() - 1)), bool)
-    names = [f"document {row}" for row in range(len(documents))] if names is None else names
     for row, (document, mask, name) in enumerate(zip(documents, masks, names, strict=True)):
         if document.ndim != 1 or len(document) < 2:
             raise ValueError(f"{name} has shape {document.shape}; expected at least 2 token ids")

@@ -6,7 +6,6 @@ scope; the attention layers are never touched, and the cut compounds. The protoc
 Qwen3.5-0.8B: segments of 256 tokens, mean next-token loss, copy tokens apart.
 """
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from jaxdelta import memory
+from jaxdelta.arguments import shown, whole_number, whole_numbers
 from jaxdelta.interventions import Truncate
 from jaxdelta.metrics import copy_mask, paired_difference
 from jaxdelta.models.config import DecoderConfig
-from jaxdelta.models.decoder import Decoder
+from jaxdelta.models.decoder import Decoder, check_model
 from jaxdelta.ops.low_rank import Method, largest_rank
 from jaxdelta.results import Results, ResultsError
 from jaxdelta.segments import NonFiniteError, check_tokens, run
@@ -104,6 +104,9 @@ def sweep(
     The width of the subspace follows from the largest rank of the sweep, so a row may differ within the truncation's
     tolerance from that of a sweep over other ranks.
     """
+    check_model(model)
+    segment, copy_gap = whole_number("segment", segment), whole_number("copy_gap", copy_gap)
+    batch = None if batch is None else whole_number("batch", batch)
     if segment < 1 or copy_gap < 0 or (batch is not None and batch < 1):
         raise ValueError(
             f"segment = {segment}, copy_gap = {copy_gap}, batch = {batch}; expected at least 1 token, 0 tokens and 1 row"
@@ -170,7 +173,7 @@ def make_worlds(config: DecoderConfig, ranks: Sequence[int], scope: Scope = "all
     """
     if scope not in ("all", "layer", "head"):
         raise ValueError(f"scope is {scope!r}; expected all, layer or head")
-    ranks = sorted({operator.index(r) for r in ranks})  # numpy integers are no JSON
+    ranks = sorted(set(whole_numbers("ranks", ranks)))
     wrong = [r for r in ranks if not 1 <= r <= config.max_rank]
     if wrong or not ranks:
         raise ValueError(f"ranks {ranks}: expected whole numbers from 1 to min(K, V) = {config.max_rank}")
@@ -209,6 +212,11 @@ def summarize(rows: pa.Table, *, copy_tokens: bool = False) -> list[Summary]:
 
 
 def _as_documents(documents, model: Decoder) -> list[Document]:
+    if isinstance(documents, str | bytes) or not np.iterable(documents):
+        raise TypeError(f"documents is {shown(documents)}; expected a list of texts or of arrays of token ids, or a dict")
+    documents = documents if isinstance(documents, dict) else list(documents)
+    if isinstance(documents, list) and documents and np.isscalar(documents[0]) and not isinstance(documents[0], str):
+        raise ValueError("documents is one row of token ids; expected a list of rows, such as [ids]")
     if not (isinstance(documents, list) and documents and isinstance(documents[0], Document)):
         documents = tokenize(documents, model.tokenizer)
     names = [document.name for document in documents]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxdelta.arguments import shown
 from jaxdelta.dims import State, Tokens, linear
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.nn.attention import AttentionCarry
@@ -165,6 +166,12 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch Y"]:
         """Scores of the words, in f32 or wider."""
         return linear(hidden, self.head_weight, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+
+
+def check_model(model: Any) -> None:
+    """TypeError for what is no model, such as the name of one."""
+    if not isinstance(model, Decoder):
+        raise TypeError(f"model is {shown(model)}; expected a Decoder, as jaxdelta.load gives it")
 
 
 def _finite(x: Array) -> Bool[Array, " B"]:
