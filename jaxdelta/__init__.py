@@ -6,6 +6,8 @@ import os
 # machine made small ones 250 times slower. OpenBLAS reads this when the first of them is compiled.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+__version__ = "0.1.0"
+
 from jaxdelta.analysis.ledger import ledger
 from jaxdelta.analysis.objectives import LogitDifference
 from jaxdelta.analysis.sensitivity import sensitivity

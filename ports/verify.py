@@ -29,7 +29,7 @@ from rich.markup import escape
 from tokenizers import Tokenizer
 
 from jaxdelta.checkpoints import Info, inspect
-from jaxdelta.tasks.documents import embedded_texts, read_texts, tokenize
+from jaxdelta.tasks.documents import embedded_texts, read_documents, tokenize
 from ports import report
 from ports.references import UnusableReference
 from ports.sides import PROGRESS, Job
@@ -127,7 +127,7 @@ def read_tokens(info: Info, file: Path | None, limit: int) -> tuple[np.ndarray, 
             raise ValueError(f"{info.folder} has no tokenizer.json, which --text needs; without --text random ids are run")
         ids = np.random.default_rng(0).integers(0, info.config.vocab_size, limit)
         return ids[None], f"{limit} random ids (numpy default_rng(0)), as there is no tokenizer.json"
-    name, text = next(iter((embedded_texts() if file is None else read_texts([file])).items()))
+    name, text = next(iter((embedded_texts() if file is None else read_documents([file])).items()))
     try:
         tokenizer = Tokenizer.from_file(str(info.folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises Exception itself

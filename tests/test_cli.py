@@ -122,7 +122,6 @@ MISTAKES = {
     "maps, missing document": ([*MAPS, "--documents", "nowhere.txt"], "nowhere.txt is missing"),
     "ledger, dim 7": (["ledger", "--dim", "7"], "dim = 7, draws = 200, seed = 0; expected at least 8, 1 and 0"),
     "ledger, draws 0": (["ledger", "--draws", "0"], "draws = 0"),
-    "ledger, seed -1": (["ledger", "--seed=-1"], "seed = -1"),
     "maps of no such model": (["sensitivity", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
     "ledger, dim of a model": ([*LEDGER, "--dim", "9"], "--dim is for a ledger without --model"),
     "ledger, tokens of no model": (["ledger", "--max-tokens", "9"], "--max-tokens is for a ledger with --model"),
@@ -143,7 +142,15 @@ MISUSES = {
     "unknown option": ([*SWEEP, "--rang", "1"], "--rang"),
     "no documents": (["sweep", "model", "--documents"], "argument --documents: expected at least one argument"),
     "unknown command": (["swep"], "'swep'"),
-    "no command": ([], "{sweep,sensitivity,ledger,info}"),
+    "no command": ([], "{sweep,sensitivity,ledger,info,verify}"),
+    "ledger, seed -1": (["ledger", "--seed=-1"], "argument --seed: -1 is not a whole number from 0 to 4294967295"),
+    "seed of 33 bits": (
+        [*MAPS, "--seed", "4294967296"],
+        "argument --seed: 4294967296 is not a whole number from 0 to 4294967295",
+    ),
+    "seed of 67 bits": ([*MAPS, "--seed", "9" * 20], "argument --seed: 99999999999999999999 is not a whole number"),
+    "seed of 5000 digits": ([*MAPS, "--seed", "9" * 5000], "is not a whole number from 0 to 4294967295"),
+    "seed of letters": ([*MAPS, "--seed", "x"], "argument --seed: invalid int value: 'x'"),
     "info of nothing at all": (["info"], "model"),
 }
 FOLDERS = {
@@ -364,7 +371,7 @@ def test_info_says_what_a_checkpoint_is_and_needs(outcomes):
     assert "tokenizer.json" in said
 
 
-@pytest.mark.parametrize(("command", "count"), [("sweep", 11), ("sensitivity", 16), ("ledger", 11), ("info", 5)])
+@pytest.mark.parametrize(("command", "count"), [("sweep", 13), ("sensitivity", 17), ("ledger", 12), ("info", 5)])
 def test_help_explains_every_option(outcomes, command, count):
     """Each option begins a line and has a text beside or below it."""
     said = outcomes[f"{command} --help"]["out"]

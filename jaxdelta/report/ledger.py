@@ -5,9 +5,10 @@ import math
 import pyarrow as pa
 from rich import box
 from rich.console import Group
-from rich.table import Table
 
-WIDTHS = {"claim": 42, "claimed": 11, "measured": 11, "verdict": 14}  # with a blank
+from jaxdelta.report.sheet import Sheet
+
+CLAIM, CLAIMED, VERDICT = 41, 10, 13  # cells, where there is room: the tables stand below one another
 
 
 def tables(rows: pa.Table) -> Group:
@@ -20,20 +21,16 @@ def tables(rows: pa.Table) -> Group:
         f"{count} of {rows.num_rows} lines hold. Of inequalities the worst draw is shown. Counts are exact,\n"
         "other equalities within 1e-10 or less; the rows have each tolerance."
     )
-    return Group(*(_table(*item, header=i == 0) for i, item in enumerate(by_condition.items())), verdict)
+    widest = max(len(measured(row)) for row in rows.to_pylist())
+    return Group(*(_table(*item, widest, header=i == 0) for i, item in enumerate(by_condition.items())), verdict)
 
 
-def _table(condition: str, lines: list[dict], *, header: bool) -> Table:
-    view = Table(
-        title=condition,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_header=header,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for name, width in WIDTHS.items():
-        view.add_column(name, width=width, justify="right" if name in ("claimed", "measured") else "left", no_wrap=True)
+def _table(condition: str, lines: list[dict], widest: int, *, header: bool) -> Sheet:
+    view = Sheet(condition, header=header, frame=box.SIMPLE_HEAD, left=True)
+    view.add_column("claim", words=True, width=CLAIM)
+    view.add_column("claimed", width=CLAIMED)
+    view.add_column("measured", width=max(CLAIMED, widest))
+    view.add_column("verdict", words=True, width=VERDICT)
     for line in lines:
         view.add_row(
             line["claim"],

@@ -5,32 +5,29 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
-from rich import box
-from rich.table import Table
 
 from jaxdelta.analysis.sweep import Summary, summarize
+from jaxdelta.report.sheet import Sheet
 
 
-def table(rows: pa.Table) -> Table:
+def table(rows: pa.Table) -> Sheet:
     """Rank, loss and difference to the untouched model, over all tokens and over copy tokens."""
     summaries = summarize(rows)
     scored = sum(rows["num_tokens"].to_pylist()) // len(summaries)
     documents = len(set(rows["document"].to_pylist()))
     copies = {s.world: s for s in summarize(rows, copy_tokens=True)}
-    view = Table(
-        title=f"Loss by rank of the carried state: {documents} documents, {scored:,} scored tokens",
+    scopes = [name for name in ("layer", "head") if any(getattr(s.world, name) is not None for s in summaries)]
+    view = Sheet(
+        f"Loss by rank of the carried state: {documents} documents, {scored:,} scored tokens",
         caption="Nats a scored token, mean over documents; diff. to the untouched\n"
         "model (first row), ± its paired standard error, % of the untouched loss.",
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+        keys=1 + len(scopes),
     )
-    scopes = [name for name in ("layer", "head") if any(getattr(s.world, name) is not None for s in summaries)]
     for name in ("rank", *scopes):
-        view.add_column(f"\n{name}", justify="right", no_wrap=True)
+        view.add_column(name)
     for group in ("all tokens", "copy tokens"):
-        for heading in (f"{group}\nloss", "\ndiff.", "\n±", "\n%"):
-            view.add_column(heading, justify="right", no_wrap=True)
+        for heading in ("loss", "diff.", "±", "%"):
+            view.add_column(heading, group=group)
     for summary in summaries:
         world = summary.world
         cells = [str(world.rank), *("all" if getattr(world, n) is None else str(getattr(world, n)) for n in scopes)]

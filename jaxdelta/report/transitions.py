@@ -9,17 +9,16 @@ import xarray as xr
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich import box
-from rich.table import Table
 
 from jaxdelta.analysis.transition_rows import distributions, transition_rows, window_rows
 from jaxdelta.analysis.windows import ACTIVE, FORGOTTEN
+from jaxdelta.report.sheet import Sheet
 
 SHOWN_WINDOWS = (1, 16, 256)  # in the table by layer
 SUFFIXES = ("png", "svg")
 
 
-def tables(ledger: xr.Dataset) -> list[Table]:
+def tables(ledger: xr.Dataset) -> list[Sheet]:
     """Transitions of a token by layer, products over windows by layer, and by length."""
     transitions = [row for row in transition_rows(ledger).to_pylist() if row["head"] is None]
     windows = [row for row in window_rows(ledger).to_pylist() if row["head"] is None]
@@ -30,25 +29,18 @@ def tables(ledger: xr.Dataset) -> list[Table]:
     ]
 
 
-def transition_table(ledger: xr.Dataset, rows: list[dict]) -> Table:
+def transition_table(ledger: xr.Dataset, rows: list[dict]) -> Sheet:
     """beta, eigenvalues, decays, pin and active rank of each layer; all of them last."""
     every, n, K = rows[0], ledger.attrs["num_householder"], ledger.attrs["key_dim"]
     documents = ledger.sizes["document"]
-    view = _view(
+    view = Sheet(
         f"{every['transitions']:,} transitions of a token: n_h = {n}, K = {K}, {documents} documents",
-        "5 %, median and 95 % over tokens, heads and steps. " + _pin(ledger, every) + _ranks(every, n),
+        caption="5 %, median and 95 % over tokens, heads and steps. " + _pin(ledger, every) + _ranks(every, n),
     )
-    for heading in (
-        "\nlayer",
-        "\nbeta",
-        "\n1 - beta |k|²",
-        "\n< 0",
-        "\nalpha",
-        "pin\noff",
-        "rank\nnum.",
-        "\neff.",
-    ):
-        view.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("layer", "beta", "1 - beta |k|²", "< 0", "alpha"):
+        view.add_column(heading)
+    for group, heading in (("pin", "off"), ("rank", "num."), ("rank", "eff.")):
+        view.add_column(heading, group=group)
     for row in [*rows[1:], every]:
         view.add_row(
             _layer(row),
@@ -81,19 +73,20 @@ def _ranks(every: dict, n: int) -> str:
     return f"Rank of A - alpha I, mean: {deficient}{turning}"
 
 
-def layer_table(rows: list[dict]) -> Table:
+def layer_table(rows: list[dict]) -> Sheet:
     """Frozen dimension and extremes of the spectrum by layer, at three lengths of window; all layers last."""
     shown = [w for w in SHOWN_WINDOWS if any(row["window"] == w for row in rows)]
     lengths = {w: [row for row in rows if row["window"] == w] for w in shown}
-    view = _view(
+    view = Sheet(
         "Products over windows, by layer",
-        "Directions frozen: changed by at most K eps(f32), and by at most a tenth; mean over windows. Kept: smallest "
-        "and largest singular value of the product without its decay, of any window; 0 below 1e-14, which is rounding.",
+        caption="Directions frozen: changed by at most K eps(f32), and by at most a tenth; mean over windows. Kept: "
+        "smallest and largest singular value of the product without its decay, of any window; 0 below 1e-14, which is "
+        "rounding.",
     )
-    view.add_column("\nlayer", justify="right")
+    view.add_column("layer")
     for w in shown:
-        view.add_column(f"{w} token{'s' * (w > 1)}\nfrozen", justify="right", no_wrap=True)
-        view.add_column("\nkept", justify="right", no_wrap=True)
+        for heading in ("frozen", "kept"):
+            view.add_column(heading, group=f"{w} token{'s' * (w > 1)}")
     for at in [*range(1, len(lengths[shown[0]])), 0] if shown else []:
         cells = []
         for w in shown:
@@ -104,19 +97,19 @@ def layer_table(rows: list[dict]) -> Table:
     return view
 
 
-def window_table(ledger: xr.Dataset, rows: list[dict]) -> Table:
+def window_table(ledger: xr.Dataset, rows: list[dict]) -> Sheet:
     """Frozen, forgotten and shared directions against the length of a window, over all layers and heads."""
-    view = _view(
+    view = Sheet(
         "Products over windows, by length",
-        "Window: tokens. Directions frozen: changed by at most K eps(f32), 1 %, 10 %; the bound is K - n_h tokens. "
+        caption="Window: tokens. Directions frozen: changed by at most K eps(f32), 1 %, 10 %; the bound is K - n_h tokens. "
         f"Forgotten: kept by less than {FORGOTTEN:g}. Overlap of those changed by more than {ACTIVE:g}, and of those "
         "forgotten: of successive windows, of windows apart, of random subspaces of as many dimensions. "
         "Log alpha: the decays' sum, mean. " + _too_short(ledger),
     )
-    for heading in ("win-\ndow", "\ncount", "\nbound", "K\neps", "\n1 %", "\n10 %", "for-\ngotten", "log\nalpha"):
-        view.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("overlap, %\nchanged", "for-\ngotten"):
-        view.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("win-\ndow", "count", "bound", "K\neps", "1 %", "10 %", "for-\ngotten", "log\nalpha"):
+        view.add_column(heading)
+    for heading in ("changed", "for-\ngotten"):
+        view.add_column(heading, group="overlap, %")
     for row in rows:
         frozen = [f"{row[name]:.1f}" for name in ("frozen_numerical", "frozen_0.01", "frozen_0.1", "forgotten")]
         overlaps = [
@@ -136,10 +129,6 @@ def _too_short(ledger: xr.Dataset) -> str:
         f"{documents - n} of {documents} for {w}" for w, n in zip(ledger.window.values, fits, strict=True) if n < documents
     ]
     return f"Documents too short for a window: {', '.join(said)}." if said else ""
-
-
-def _view(title: str, caption: str) -> Table:
-    return Table(title=title, caption=caption, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def _layer(row: dict) -> str:
@@ -162,7 +151,7 @@ def _share(x: float | None) -> str:
 def distribution_figure(ledger: xr.Dataset) -> Figure:
     """Histograms of beta, of the eigenvalue along the key and of 1 - alpha, a row for each layer, with medians of heads."""
     found = distributions(ledger)
-    layers = found.model_layer.values
+    layers = found.layer.values
     figure = Figure(figsize=(9, 1.2 + 0.55 * len(layers)), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     labels = ("beta", "1 - beta ‖k‖², eigenvalue along the key", "1 - alpha, what a token's decay takes")
@@ -212,7 +201,7 @@ def spectrum_figure(ledger: xr.Dataset) -> Figure:
     spectra.set_xlabel("direction")
     spectra.set_ylabel("singular value of the product, mean")
     _legend_above(spectra, title="tokens of a window", ncols=len(lengths))
-    layers = [int(x) for x in ledger.model_layer.values]
+    layers = [int(x) for x in ledger.layer.values]
     for layer in [*layers, None]:
         of_layer = [row for row in rows if row["layer"] == layer]
         colour, width = ("0.6", 0.7) if layer is not None else ("C0", 2)

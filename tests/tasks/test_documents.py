@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from jaxdelta.tasks.documents import Document, embedded_texts, read_texts, tokenize
+from jaxdelta.tasks.documents import Document, embedded_texts, read_documents, tokenize
 from tests.tiny import tokenizer
 
 
@@ -22,39 +22,39 @@ def write(file, content):
 
 def test_a_text_file_is_a_document_named_after_it(tmp_path):
     files = [write(tmp_path / name, text) for name, text in (("b.txt", "w1 w2\n"), ("a.md", "w3"), ("no suffix", "w4"))]
-    assert read_texts(files) == {"b.txt": "w1 w2\n", "a.md": "w3", "no suffix": "w4"}
-    assert list(read_texts(files)) == ["b.txt", "a.md", "no suffix"]
+    assert read_documents(files) == {"b.txt": "w1 w2\n", "a.md": "w3", "no suffix": "w4"}
+    assert list(read_documents(files)) == ["b.txt", "a.md", "no suffix"]
 
 
 def test_json_lines_hold_strings_or_objects_with_a_text(tmp_path):
     lines = ['"w1 w2"', "", json.dumps({"id": 5, "text": "w3\nw4"}), "  ", json.dumps({"text": "é\u2028漢"})]
     file = write(tmp_path / "a.jsonl", "\n".join(lines) + "\n")
-    assert read_texts([file]) == {"a.jsonl:1": "w1 w2", "a.jsonl:3": "w3\nw4", "a.jsonl:5": "é\u2028漢"}
+    assert read_documents([file]) == {"a.jsonl:1": "w1 w2", "a.jsonl:3": "w3\nw4", "a.jsonl:5": "é\u2028漢"}
 
 
 @pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x7f"], ids=ascii)
 def test_a_json_line_ends_at_a_newline_alone(tmp_path, inside):
     """These stand unescaped in JSON strings; to str.splitlines some of them end a line."""
     file = write(tmp_path / "a.jsonl", json.dumps({"text": f"w1{inside}w2"}, ensure_ascii=False) + '\r\n"w3"\n')
-    assert read_texts([file]) == {"a.jsonl:1": f"w1{inside}w2", "a.jsonl:2": "w3"}
+    assert read_documents([file]) == {"a.jsonl:1": f"w1{inside}w2", "a.jsonl:2": "w3"}
 
 
 @pytest.mark.parametrize(
     "name", ["ö u̇ 漢字 🙂.txt", "a:b*c?.txt", " leading.txt", "-option.txt", "[bold].txt", "line\nbreak.txt"]
 )
 def test_odd_names_are_names(tmp_path, name):
-    assert read_texts([write(tmp_path / name, "w1 w2")]) == {name: "w1 w2"}
+    assert read_documents([write(tmp_path / name, "w1 w2")]) == {name: "w1 w2"}
 
 
 def test_files_of_one_name_go_by_their_paths(tmp_path):
     files = [write(tmp_path / folder, text) for folder, text in (("x/a.txt", "w1"), ("y/a.txt", "w2"), ("y/b.txt", "w3"))]
-    assert read_texts(files) == {str(files[0]): "w1", str(files[1]): "w2", "b.txt": "w3"}
+    assert read_documents(files) == {str(files[0]): "w1", str(files[1]): "w2", "b.txt": "w3"}
 
 
 def test_a_file_given_twice_is_refused(tmp_path):
     file = write(tmp_path / "a.txt", "w1")
     with pytest.raises(ValueError, match=r"a\.txt is given twice"):
-        read_texts([file, file])
+        read_documents([file, file])
 
 
 def test_a_text_is_read_as_it_is_but_for_a_byte_order_mark(tmp_path):
@@ -63,7 +63,7 @@ def test_a_text_is_read_as_it_is_but_for_a_byte_order_mark(tmp_path):
         write(tmp_path / "a.txt", b"\xef\xbb\xbfw1\r\nw2\rw3\n"),
         write(tmp_path / "b.jsonl", b'\xef\xbb\xbf"w1\\r"\r\n'),
     ]
-    assert read_texts(files) == {"a.txt": "w1\r\nw2\rw3\n", "b.jsonl:1": "w1\r"}
+    assert read_documents(files) == {"a.txt": "w1\r\nw2\rw3\n", "b.jsonl:1": "w1\r"}
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_a_text_is_read_as_it_is_but_for_a_byte_order_mark(tmp_path):
 )
 def test_a_file_that_holds_no_text_is_named_with_its_line(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message) as error:
-        read_texts([write(tmp_path / name, content)])
+        read_documents([write(tmp_path / name, content)])
     assert "\n" not in str(error.value)
 
 
 def test_half_a_surrogate_pair_is_refused_with_its_line(tmp_path):
     """JSON may spell one; it is no text, and no tokenizer takes it."""
     with pytest.raises(ValueError, match=r"a\.jsonl(, line |:)2"):
-        read_texts([write(tmp_path / "a.jsonl", '"w1 w2"\n"w1 \\ud800 w2"\n')])
+        read_documents([write(tmp_path / "a.jsonl", '"w1 w2"\n"w1 \\ud800 w2"\n')])
 
 
 def test_a_file_name_that_is_no_text_is_refused_or_read(tmp_path):
@@ -103,7 +103,7 @@ def test_a_file_name_that_is_no_text_is_refused_or_read(tmp_path):
     file = tmp_path / os.fsdecode(b"\xff.txt")
     write(file, "w1 w2")
     try:
-        names = list(read_texts([file]))
+        names = list(read_documents([file]))
     except ValueError:
         return
     assert names[0].encode("utf-8")
@@ -116,7 +116,7 @@ def test_a_file_name_that_is_no_text_is_refused_or_read(tmp_path):
 def test_a_place_without_a_text_is_named(tmp_path, place, message):
     write(tmp_path / "a.txt", "w1")
     with pytest.raises(ValueError, match=message):
-        read_texts([tmp_path / place])
+        read_documents([tmp_path / place])
 
 
 # Tokens

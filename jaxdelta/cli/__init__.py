@@ -1,0 +1,75 @@
+"""Command line: arguments to one call. A module a command."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jax
+
+from jaxdelta import __version__
+from jaxdelta.cli.backend import check_backend
+from jaxdelta.cli.info import add_info
+from jaxdelta.cli.ledger import add_ledger
+from jaxdelta.cli.sensitivity import add_sensitivity
+from jaxdelta.cli.sweep import add_sweep
+from jaxdelta.cli.verify import add_verify
+from jaxdelta.report.terminal import Output, flush, tolerate
+
+ADDED = (add_sweep, add_sensitivity, add_ledger, add_info, add_verify)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    top = argparse.ArgumentParser(
+        prog="jaxdelta", description="Recurrent states of delta-rule language models: run in segments, cut, measured."
+    )
+    top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    top.set_defaults(device=True)
+    commands = top.add_subparsers(title="commands", required=True)
+    for add in ADDED:
+        add(commands)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; a user's mistake is told in a line, without a traceback, and a reader who leaves early is none."""
+    for stream in (sys.stdout, sys.stderr):
+        tolerate(stream)
+    status = 0
+    try:
+        _run(parser().parse_args(argv))
+    except SystemExit as end:
+        status = end.code or 0
+    except BrokenPipeError:
+        pass
+    if (problem := flush(sys.stdout)) and not status:
+        Output(stderr=True).fail(f"what there is to say could not be printed ({problem})")
+        status = 1
+    if status:
+        sys.exit(status)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    try:
+        if arguments.device:
+            check_backend()
+        arguments.call(arguments, Output())
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError, MemoryError) as error:
+        _fail(str(error))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _fail(f"the device ran out of memory; take a smaller --batch and another --out ({str(error).splitlines()[0]})")
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues with what is missing", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(130)  # the device may still be computing; nothing that matters is left to clean up
+
+
+def _fail(message: str) -> NoReturn:
+    Output(stderr=True).fail(message)
+    sys.exit(1)

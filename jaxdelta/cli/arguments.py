@@ -1,0 +1,88 @@
+"""Options that several commands take, and what they mean."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxdelta.checkpoints import load_tokenizer
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.segments import check_tokens
+from jaxdelta.tasks.documents import Document, embedded_texts, read_documents, tokenize
+
+MODEL_HELP = "embedded model, folder in Hugging Face's format, or hub id (owner/name, downloaded whole)"
+
+
+def add_run_arguments(command: argparse.ArgumentParser, name: str) -> None:
+    """What every command that runs a model over documents takes."""
+    command.add_argument("model", nargs="?", default="control", help=f"{MODEL_HELP}; default: control")
+    add_document_arguments(command, f"the same command continues it; default: results/{name}-MODEL")
+
+
+def add_document_arguments(command: argparse.ArgumentParser, out: str) -> None:
+    """Documents, how they are cut, and where results go."""
+    command.add_argument(
+        "--documents",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="plain text, one document a file; JSON lines (.jsonl, .ndjson, .jsonlines), one a line; or .json, an array "
+        'of them: a string, {"text": "..."} or token ids, {"ids": [...]}, with a "name" if wanted; '
+        "default: the embedded held-out documents",
+    )
+    command.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json or a folder with one, for texts; default: the model's",
+    )
+    command.add_argument("--max-tokens", type=int, metavar="TOKENS", help="use this many leading tokens of each document")
+    command.add_argument("--segment", type=int, default=256, help="tokens between two boundaries; default: 256")
+    command.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of parameters and activations; gates, norms and states are float32 in any case; default: float32",
+    )
+    command.add_argument("--out", type=Path, help=f"results folder; {out}")
+    command.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
+
+
+def documents_of(arguments: argparse.Namespace, model: Decoder) -> list[Document]:
+    """The documents that were asked for, as token ids of ``model``.
+
+    Raises:
+        ValueError: a file, a text or an id that is no use; names the document.
+    """
+    given = read_documents(arguments.documents) if arguments.documents else embedded_texts()
+    tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else model.tokenizer
+    documents = tokenize(given, tokenizer)
+    for d in documents:
+        try:
+            check_tokens(d.tokens, model.config.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{d.name}: {error}") from None
+    return [d.head(arguments.max_tokens) for d in documents]
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A type of option: a whole number from ``low`` to ``high``."""
+
+    def read(text: str) -> int:
+        value = int(text) if len(text) < 100 else None  # Python refuses thousands of digits in words of its own
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not a whole number from {low} to {high}")
+        return value
+
+    read.__name__ = "int"  # as argparse names it where int() refuses
+    return read
+
+
+SEED = whole(0, 2**32 - 1)  # jax takes 32 bits of more, so that two seeds would draw the same
+
+
+def ranks(text: str) -> list[int]:
+    """A type of option: whole numbers with commas."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}; expected whole numbers with commas, e.g. 1,4,12,32") from None

@@ -1,0 +1,79 @@
+"""``jaxdelta ledger``: what products of factors can do, and what a model's transitions do."""
+
+import argparse
+from pathlib import Path
+
+from jaxdelta.cli.arguments import MODEL_HELP, SEED, add_document_arguments, documents_of
+from jaxdelta.cli.progress import progress
+from jaxdelta.report.terminal import Output
+
+
+def add_ledger(commands) -> None:
+    """Add the command to a parser's ``commands``."""
+    ledger = commands.add_parser(
+        "ledger",
+        help="what a product of n_h Householder factors can forget and rotate, and where a model's transitions lie",
+        description="Measure what is said of products of n_h Householder factors on matrices drawn at random, in float64. "
+        "With --model: where its write strengths, keys and decays put every token's transition (eigenvalues, spectral "
+        "radius, active rank), and what products over windows of tokens freeze, forget and mix.",
+    )
+    ledger.set_defaults(call=ledger_command)
+    ledger.add_argument("--dim", type=int, default=16, help="size of the matrices, at least 8; default: 16")
+    ledger.add_argument("--draws", type=int, default=200, help="of keys and strengths, for each n_h; default: 200")
+    ledger.add_argument("--seed", type=SEED, default=0, help="of the draws; default: 0")
+    ledger.add_argument("--model", help=f"{MODEL_HELP}; default: none, matrices drawn at random")
+    add_document_arguments(
+        ledger, "the same command continues it; default: results/ledger-MODEL; without a model they are not kept"
+    )
+
+
+def ledger_command(arguments: argparse.Namespace, console: Output) -> None:
+    """The ledger of products of Householder factors, or with a model that of its transitions."""
+    of_claims = {"dim": 16, "draws": 200, "seed": 0}
+    of_model = {
+        "documents": None,
+        "tokenizer": None,
+        "segment": 256,
+        "max_tokens": None,
+        "dtype": "float32",
+        "revision": None,
+    }
+    other, where = (of_claims, "without") if arguments.model else (of_model, "with")
+    for name, default in other.items():
+        if getattr(arguments, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')} is for a ledger {where} --model")
+    (_model_ledger if arguments.model else _claims_ledger)(arguments, console)
+
+
+def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
+    from jaxdelta.analysis.ledger import ledger
+    from jaxdelta.report.ledger import tables
+
+    rows = ledger(dim=arguments.dim, draws=arguments.draws, seed=arguments.seed, out=arguments.out)
+    console.print(tables(rows), highlight=False)
+    if arguments.out:
+        console.written(arguments.out, ["rows.csv", "rows.parquet", "manifest.json"])
+
+
+def _model_ledger(arguments: argparse.Namespace, console: Output) -> None:
+    from jaxdelta.analysis.transitions import ledger_of
+    from jaxdelta.checkpoints import load
+    from jaxdelta.report import transitions as report
+
+    out = arguments.out or Path("results") / f"ledger-{Path(arguments.model).name}"
+    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
+    documents = documents_of(arguments, model)
+    with progress(console) as bar:
+        task = bar.add_task("running segments (the first compiles)", total=None)
+        ledger = ledger_of(
+            model,
+            documents,
+            segment=arguments.segment,
+            out=out,
+            name=arguments.model,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    files = [*report.write_rows(out, ledger), *report.write_figures(out, ledger)]
+    for table in report.tables(ledger):
+        console.print(table)
+    console.written(out, ["transitions.zarr", "manifest.json", *(file.name for file in files)])

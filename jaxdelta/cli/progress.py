@@ -1,0 +1,75 @@
+"""How far a run is: a bar on a terminal, else a line on stderr every half minute."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+INTERVAL = 30.0  # seconds between two lines
+
+
+class Lines:
+    """What :class:`rich.progress.Progress` shows, as lines; those of a task that has not moved say so by their time."""
+
+    def __init__(self, interval: float = INTERVAL):
+        self._interval = interval
+        self._task: tuple[str, float | None, float | None] | None = None  # description, completed, total
+        self._begun = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._print, daemon=True)
+
+    def add_task(self, description: str, *, total: float | None = None) -> int:
+        """Begin what the lines are about from now on."""
+        self._task, self._begun = (description, None, total), time.monotonic()
+        return 0
+
+    def update(self, task: int, *, completed: float, total: float | None = None) -> None:
+        """Note how far it is."""
+        description, _, known = self._task
+        self._task = (description, completed, known if total is None else total)
+
+    def __enter__(self) -> "Lines":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _print(self) -> None:
+        while not self._over.wait(self._interval):
+            if self._task is not None:
+                try:
+                    print(_line(*self._task, time.monotonic() - self._begun), file=sys.stderr, flush=True)
+                except (OSError, ValueError):  # nobody reads them; the run goes on
+                    return
+
+
+def _line(description: str, completed: float | None, total: float | None, seconds: float) -> str:
+    done = f": {completed or 0:.0f} of {total:.0f}" if total else ""
+    return f"{description}{done}, {elapsed(seconds)}"
+
+
+def elapsed(seconds: float) -> str:
+    """As a clock is read: 40 s, 1 min 10 s, 2 h 5 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Progress | Lines]:
+    """A bar where ``console`` or stderr is a terminal, lines elsewhere; both have ``add_task`` and ``update``."""
+    shown = next((c for c in (console, Console(stderr=True)) if c.is_terminal and not c.is_dumb_terminal), None)
+    if shown is None:
+        with Lines() as lines:
+            yield lines
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=shown, transient=True) as bar:
+        yield bar

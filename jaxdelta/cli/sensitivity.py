@@ -1,0 +1,103 @@
+"""``jaxdelta sensitivity``: what the loss would do, and on request what it does."""
+
+import argparse
+from pathlib import Path
+
+from jaxdelta.cli.arguments import SEED, add_run_arguments, documents_of
+from jaxdelta.cli.progress import progress
+from jaxdelta.report.terminal import Output
+
+
+def add_sensitivity(commands) -> None:
+    """Add the command to a parser's ``commands``."""
+    maps = commands.add_parser(
+        "sensitivity",
+        help="what the loss would do to every singular direction, write strength, decay and head",
+        description="Derivatives of the loss from one backward pass, estimated effects of removals, and on request how "
+        "far the estimates agree with measured removals.",
+    )
+    maps.set_defaults(call=sensitivity_command)
+    add_run_arguments(maps, "sensitivity")
+    maps.add_argument(
+        "--loss",
+        choices=("next_token", "kl"),
+        default="next_token",
+        help="kl: divergence from the untouched model, whose first order is zero; default: next_token",
+    )
+    maps.add_argument("--samples", type=int, default=8, help="labels drawn for the Fisher part; default: 8")
+    maps.add_argument("--seed", type=SEED, default=0, help="of the labels; default: 0")
+    maps.add_argument("--rank", type=int, help="cut every state to this rank at every boundary, and derive through the cut")
+    maps.add_argument(
+        "--frozen-basis", action="store_true", help="with --rank: take the kept directions for constants in the derivative"
+    )
+    maps.add_argument("--validate", action="store_true", help="measure removals on the same tokens")
+    maps.add_argument(
+        "--directions", type=int, default=128, help="directions measured, drawn at random; 0: all; default: 128"
+    )
+    maps.add_argument(
+        "--dear",
+        action="store_true",
+        help="with --validate: also Gauss-Newton, exact local effects and integrated gradients, for directions",
+    )
+
+
+def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
+    """Run sensitivities, and on request measured removals, and print what they say."""
+    from jaxdelta.analysis import validation
+    from jaxdelta.analysis.sensitivity import sensitivity_maps
+    from jaxdelta.checkpoints import load
+    from jaxdelta.interventions import Truncate
+    from jaxdelta.report import sensitivity as report
+
+    if arguments.validate and (arguments.loss != "next_token" or arguments.rank is not None):
+        raise ValueError("--validate measures removals by the next-token loss of the untouched model: no --loss, no --rank")
+    if arguments.directions < 0:
+        raise ValueError(f"--directions is {arguments.directions}; expected at least 1, or 0 for all")
+    out = arguments.out or Path("results") / f"sensitivity-{Path(arguments.model).name}"
+    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
+    documents = documents_of(arguments, model)
+    with progress(console) as bar:
+        task = bar.add_task("running segments (the first compiles)", total=None)
+        maps = sensitivity_maps(
+            model,
+            documents,
+            segment=arguments.segment,
+            loss=arguments.loss,
+            samples=arguments.samples,
+            seed=arguments.seed,
+            intervention=None if arguments.rank is None else Truncate(arguments.rank),
+            frozen_basis=arguments.frozen_basis,
+            out=out,
+            name=arguments.model,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+        comparisons, removals = [], out / "removals"
+        if arguments.validate:
+            task = bar.add_task("measuring removals", total=len(documents))
+            rows = validation.removals(
+                model,
+                documents,
+                maps,
+                directions=arguments.directions,
+                dear=arguments.dear,
+                seed=arguments.seed,
+                out=removals,
+                name=arguments.model,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+            comparisons, maps = validation.from_rows(rows), keep(out, validation.joined(maps, rows))
+    scores = [s for c in comparisons for s in validation.scores(c)]
+    files = [
+        "maps.zarr",
+        "manifest.json",
+        *names(report.write_figures(out, maps, comparisons)),
+        report.write_heads(maps, out).name,
+    ]
+    measured = names(report.write_validation(removals, comparisons, scores)) if comparisons else []
+    for comparison in comparisons:
+        console.print(report.score_table([s for s in scores if s.kind == comparison.kind], comparison))
+    for table in report.head_tables(maps, trust=report.trust_line(scores) if scores else None):
+        console.print(table)
+    if measured:
+        console.written(removals, ["rows.csv", "rows.parquet", "manifest.json", *measured])
+    console.written(out, files)

@@ -1,0 +1,72 @@
+"""``jaxdelta sweep``: what the model loses when every carried state is cut."""
+
+import argparse
+from pathlib import Path
+
+from jaxdelta.cli.arguments import add_run_arguments, documents_of, ranks
+from jaxdelta.cli.progress import progress
+from jaxdelta.report.terminal import Output
+
+DEFAULT_RANKS = (1, 2, 4, 8, 12, 16, 32)
+
+
+def add_sweep(commands) -> None:
+    """Add the command to a parser's ``commands``."""
+    cut = commands.add_parser(
+        "sweep",
+        help="cut every carried state to r directions and print what the model loses",
+        description="Cut every carried state to r singular directions at each boundary, and print what the model loses.",
+    )
+    cut.set_defaults(call=sweep_command)
+    add_run_arguments(cut, "sweep")
+    cut.add_argument(
+        "--ranks",
+        type=ranks,
+        metavar="R,R,...",
+        help="directions kept, 1 to min(K, V); the untouched model is always run; "
+        f"default: those of {','.join(map(str, DEFAULT_RANKS))} below min(K, V)",
+    )
+    cut.add_argument(
+        "--copy-gap",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="a copy token ends a bigram that occurred more than this many tokens earlier; default: 512",
+    )
+    cut.add_argument(
+        "--method",
+        choices=("subspace", "eigh", "svd"),
+        help="of the truncation; default: subspace iteration for ranks up to a quarter of min(K, V), else eigh",
+    )
+    cut.add_argument(
+        "--batch", type=int, metavar="ROWS", help="rows (document x rank) run together; default: what fits the memory"
+    )
+
+
+def sweep_command(arguments: argparse.Namespace, console: Output) -> None:
+    """Run a sweep, write its figure and print its table."""
+    from jaxdelta.analysis.sweep import sweep
+    from jaxdelta.checkpoints import load
+    from jaxdelta.report import sweep as report
+
+    out = arguments.out or Path("results") / f"sweep-{Path(arguments.model).name}"
+    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
+    documents = documents_of(arguments, model)
+    kept = arguments.ranks or [r for r in DEFAULT_RANKS if r < model.config.max_rank]
+    with progress(console) as bar:
+        task = bar.add_task("running segments (the first compiles)", total=None)
+        rows = sweep(
+            model,
+            documents,
+            ranks=kept,
+            segment=arguments.segment,
+            copy_gap=arguments.copy_gap,
+            method=arguments.method,
+            batch=arguments.batch,
+            out=out,
+            name=arguments.model,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    figures = report.write_figure(rows, out)
+    console.print(report.table(rows))
+    console.written(out, ["rows.csv", "rows.parquet", "manifest.json", *(file.name for file in figures)])
