@@ -182,8 +182,8 @@ def write_config(folder: Path, raw: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def write_index(folder: Path, weight_map: Any) -> None:
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+def write_index(folder: Path, weight_map: Any, *, name: str = INDEX) -> None:
+    (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def safetensors_bytes(header: dict[str, Any], data: bytes) -> bytes:

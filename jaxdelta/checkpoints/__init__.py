@@ -7,30 +7,31 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer
 
-from jaxdelta.checkpoints import delta_lm, qwen3_5
-from jaxdelta.checkpoints.files import INDEX, SINGLE, CheckpointError, TensorFiles, pointer_hint, read_json
-from jaxdelta.checkpoints.key_table import Entry
+from jaxdelta.checkpoints import delta_lm, qwen3_5, tokenizer
+from jaxdelta.checkpoints.files import INDEX, SINGLE, CheckpointError, TensorFiles, read_json, some
+from jaxdelta.checkpoints.forms import ADAPTER, refuse_other_forms, refuse_quantised
+from jaxdelta.checkpoints.key_table import COPY, EMBED, Entry, one_value
+from jaxdelta.checkpoints.tokenizer import load_tokenizer, read_tokenizer, tokenizer_files
 from jaxdelta.models import build
 from jaxdelta.models.config import DecoderConfig, DeltaLMConfig, Qwen3_5Config
 from jaxdelta.models.decoder import Decoder
 
-__all__ = ["CheckpointError", "Info", "Origin", "embedded_models", "inspect", "load", "save"]
+__all__ = ["CheckpointError", "Info", "Origin", "embedded_models", "inspect", "load", "load_tokenizer", "save"]
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 STORED = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 FAMILIES = {Qwen3_5Config: qwen3_5, DeltaLMConfig: delta_lm}  # the key table of a configuration
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-HUB_FILES = ["*.safetensors", INDEX, "config.json", "tokenizer.json"]
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER, *tokenizer.FILES]
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class Origin:
 
     def sha256(self) -> dict[str, str]:
         """Checksum of every file that determines the model, by file name."""
-        files = ["config.json", *(["tokenizer.json"] if (self.folder / "tokenizer.json").exists() else [])]
-        return {f.name: _sha256(f) for f in [*(self.folder / n for n in files), *TensorFiles(self.folder).files]}
+        files = ["config.json", *tokenizer_files(self.folder)]
+        weights = _tensor_files(self.folder, self.raw_config).files
+        return {f.name: _sha256(f) for f in [*(self.folder / n for n in files), *weights]}
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class Info:
         num_tensors: tensors that would be loaded.
         ignored: names of ignored tensors by group.
         stored_dtypes: number of loaded tensors by stored dtype.
-        has_tokenizer: whether there is a ``tokenizer.json``.
+        files: names of the files that the weights are read from.
+        unread: names of safetensors files beside them.
+        tokenizer_files: names of the files that the tokenizer is read from; none where there is no tokenizer.
     """
 
     config: DecoderConfig
@@ -79,7 +83,13 @@ class Info:
     num_tensors: int
     ignored: dict[str, list[str]] = field(default_factory=dict)
     stored_dtypes: dict[str, int] = field(default_factory=dict)
-    has_tokenizer: bool = False
+    files: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    tokenizer_files: tuple[str, ...] = ()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return bool(self.tokenizer_files)
 
 
 def embedded_models() -> list[str]:
@@ -102,10 +112,7 @@ def load(name: str | os.PathLike, *, dtype: str = "float32", revision: str | Non
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
     folder, revision = _resolve(name, revision)
-    raw, config = _read_config(folder)
-    tensors = TensorFiles(folder)
-    stored, _ = FAMILIES[type(config)].stored_names(config, list(tensors.shapes))
-    _check_tensors(folder, tensors, stored)
+    raw, config, tensors, stored, _ = _contents(folder)
 
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: build(config, dtype=DTYPES[dtype])))
     leaves = dict(nnx.to_flat_state(abstract))
@@ -113,7 +120,7 @@ def load(name: str | os.PathLike, *, dtype: str = "float32", revision: str | Non
         leaf = leaves[entry.path]
         leaves[entry.path] = leaf.replace(_parameter(tensors, names, leaf.shape, leaf.dtype))
     model = nnx.merge(graphdef, nnx.from_flat_state(leaves.items()))
-    model.tokenizer = _read_tokenizer(folder, config)
+    model.tokenizer = read_tokenizer(folder)
     dtypes = {entry.name: tensors.dtypes[names[0]] for entry, names in stored.items()}
     model.origin = Origin(os.fspath(name), folder, revision, raw, dtypes)
     return model
@@ -131,7 +138,7 @@ def save(model: Decoder, path: str | os.PathLike) -> None:
     folder, family = Path(path), FAMILIES[type(model.config)]
     fields = family.config_to_json(model.config, model.origin.raw_config if model.origin else None)
     folder.mkdir(parents=True, exist_ok=True)
-    taken = [n for n in ("config.json", "tokenizer.json", SINGLE, INDEX) if (folder / n).exists()]
+    taken = [n for n in ("config.json", tokenizer.WHOLE, tokenizer.VOCABULARY, SINGLE, INDEX) if (folder / n).exists()]
     if taken:
         raise FileExistsError(f"{folder} already holds {', '.join(taken)}; choose another folder or remove them")
     leaves = dict(nnx.to_flat_state(nnx.state(model)))
@@ -152,10 +159,7 @@ def save(model: Decoder, path: str | os.PathLike) -> None:
 def inspect(name: str | os.PathLike, *, revision: str | None = None) -> Info:
     """What :func:`load` would load, read from the configuration and the headers of the weights; raises as it does."""
     folder, revision = _resolve(name, revision)
-    _, config = _read_config(folder)
-    tensors = TensorFiles(folder)
-    stored, ignored = FAMILIES[type(config)].stored_names(config, list(tensors.shapes))
-    _check_tensors(folder, tensors, stored)
+    _, config, tensors, stored, ignored = _contents(folder)
     kinds = [tensors.dtypes[names[0]] for names in stored.values()]
     return Info(
         config=config,
@@ -165,7 +169,9 @@ def inspect(name: str | os.PathLike, *, revision: str | None = None) -> Info:
         num_tensors=len(stored),
         ignored=ignored,
         stored_dtypes={kind: kinds.count(kind) for kind in sorted(set(kinds))},
-        has_tokenizer=(folder / "tokenizer.json").exists(),
+        files=tuple(file.name for file in tensors.files),
+        unread=tuple(file.name for file in tensors.unread),
+        tokenizer_files=tuple(tokenizer_files(folder)),
     )
 
 
@@ -217,6 +223,38 @@ def _download(repo: str, revision: str | None) -> tuple[Path, str]:
     return folder, folder.name
 
 
+class _Contents(NamedTuple):
+    """What a folder holds, before weights are read."""
+
+    raw: dict[str, Any]
+    config: DecoderConfig
+    tensors: TensorFiles
+    stored: dict[Entry, tuple[str, ...]]
+    ignored: dict[str, list[str]]
+
+
+def _contents(folder: Path) -> _Contents:
+    refuse_other_forms(folder)
+    raw, config = _read_config(folder)
+    tensors = _tensor_files(folder, raw)
+    refuse_quantised(folder, raw, tensors.shapes)
+    try:
+        stored, ignored = FAMILIES[type(config)].stored_names(config, list(tensors.shapes))
+    except CheckpointError as error:
+        unread = f"; {some([file.name for file in tensors.unread])} is not read" if tensors.unread else ""
+        raise CheckpointError(f"{folder}: {error}{unread}") from None
+    _check_tensors(folder, tensors, stored)
+    _check_copies(folder, tensors, stored, ignored.get(COPY, []))
+    return _Contents(raw, config, tensors, stored, ignored)
+
+
+def _tensor_files(folder: Path, raw: Mapping[str, Any]) -> TensorFiles:
+    text = raw.get("text_config")
+    inner, outer = ("in text_config", text), ("at the top level", raw)
+    read, beside = ([inner], [outer]) if isinstance(text, dict) and text else ([outer], [])
+    return TensorFiles(folder, chosen=one_value("transformers_weights", read, beside=beside))
+
+
 def _read_config(folder: Path) -> tuple[dict[str, Any], DecoderConfig]:
     raw = read_json(folder / "config.json")
     for family in FAMILIES.values():
@@ -245,27 +283,23 @@ def _check_tensors(folder: Path, tensors: TensorFiles, stored: dict[Entry, tuple
                 )
 
 
+def _check_copies(folder: Path, tensors: TensorFiles, stored: dict[Entry, tuple[str, ...]], copies: list[str]) -> None:
+    """Raise CheckpointError where a tied head that is stored too differs from the embedding."""
+    for name in copies:
+        (embed,) = next(names for entry, names in stored.items() if entry.path == EMBED)
+        if not np.array_equal(tensors.read(name), tensors.read(embed)):
+            raise CheckpointError(
+                f"{folder}: tie_word_embeddings contradicts {name}, which differs from {embed}; "
+                "set the one to false, or remove the other"
+            )
+
+
 def _parameter(tensors: TensorFiles, names: tuple[str, ...], shape: tuple[int, ...], dtype) -> jax.Array:
     array = tensors.read(names[0]) if len(names) == 1 else np.concatenate([tensors.read(name) for name in names])
     array = array.reshape(shape).astype(dtype, copy=False)  # on the host: nothing to compile
     if not np.isfinite(array).all():
         raise CheckpointError(f"{', '.join(names)} holds NaN or infinity{'' if dtype == jnp.float32 else f' in {dtype}'}")
     return jnp.asarray(array)
-
-
-def _read_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
-    file = folder / "tokenizer.json"
-    if not file.exists():
-        return None
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises Exception itself
-        raise CheckpointError(f"{file} is no tokenizer ({error}){pointer_hint(file)}") from None
-    tokenizer.no_truncation()  # a stored limit would cut documents without a word
-    tokenizer.no_padding()
-    if tokenizer.get_vocab_size() > config.vocab_size:
-        raise CheckpointError(f"{file} has {tokenizer.get_vocab_size()} words, the model {config.vocab_size}")
-    return tokenizer
 
 
 def _sha256(file: Path) -> str:

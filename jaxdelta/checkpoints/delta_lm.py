@@ -10,7 +10,21 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxdelta.checkpoints.files import CheckpointError
-from jaxdelta.checkpoints.key_table import Entry, field, fraction, ignored_names, match, real, require, tied_embeddings
+from jaxdelta.checkpoints.key_table import (
+    EMBED,
+    HEAD,
+    ROTARY,
+    Entry,
+    field,
+    fraction,
+    ignored_names,
+    match,
+    one_value,
+    real,
+    refuse_elsewhere,
+    require,
+    tied_embeddings,
+)
 from jaxdelta.models.config import CHOICES, FAMILIES, AttentionSizes, DeltaLMConfig
 
 MODEL_TYPES = FAMILIES
@@ -20,10 +34,12 @@ ARCHITECTURES = {
     "gated_deltaproduct": "GatedDeltaProductForCausalLM",
 }
 IGNORED = {
-    "rotary frequencies": re.compile(r"^model\.layers\.\d+\.attn\.rotary\.inv_freq$"),
+    "rotary frequencies": ROTARY,
     # The first release made one a step and used the first alone.
     "unused query convolutions": re.compile(r"^model\.layers\.\d+\.attn\.q_conv1ds\.[1-9]\d*\.weight$"),
 }
+# The first Gated DeltaNets had one a head, of the Mamba2 that they were made from, and did not use it.
+UNUSED_SKIPS = {"unused skip weights": re.compile(r"^model\.layers\.\d+\.attn\.D$")}
 GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # fla's default last of its synonyms, so it is written
 # Where the first release of DeltaProduct kept a list of tensors, one a step (one alone for queries).
 LISTS = {f"{x}_proj.weight": f"{x}_projs.{{}}.weight" for x in "kvb"} | {
@@ -38,6 +54,7 @@ def config_from_json(raw: dict[str, Any]) -> DeltaLMConfig:
         CheckpointError: a field has a value that this model does not compute.
     """
     family = raw["model_type"]
+    refuse_elsewhere(raw)
     require(raw, "hidden_act", "swish", default="swish")
     require(raw, "attnres_block_size", None, default=None)
     width, layers = field(raw, "hidden_size", 2048), field(raw, "num_hidden_layers", 24 if family == "delta_net" else 21)
@@ -156,15 +173,15 @@ def config_to_json(config: DeltaLMConfig, raw: dict[str, Any] | None = None) -> 
         known |= {"num_v_heads": c.num_value_heads, "use_gate": gated, "output_gate_activation": gate}
     if c.family == "gated_deltaproduct":
         known |= {"num_householder": c.num_householder, "use_forget_gate": c.forget_gate, "use_output_gate": gated}
-    return dict(raw or {}) | known
+    return {name: value for name, value in (raw or {}).items() if name != "transformers_weights"} | known
 
 
 def entries(config: DeltaLMConfig) -> list[Entry]:
     """Every tensor of the model."""
     c, D, F = config, config.width, config.mlp_width
-    found = [Entry(("embed",), "embeddings.weight", (c.vocab_size, D))]
+    found = [Entry(EMBED, "embeddings.weight", (c.vocab_size, D))]
     if not c.tied:
-        found.append(Entry(("head",), "lm_head.weight", (c.vocab_size, D)))
+        found.append(Entry(("head",), HEAD, (c.vocab_size, D)))
     for i, kind in enumerate(c.layer_kinds):
         at = ("layers", i)
         mixer = _linear_tensors(c) if kind == "linear" else _attention_tensors(c, c.attention_of(i))
@@ -205,9 +222,11 @@ def _attention_tensors(c: DeltaLMConfig, sizes: AttentionSizes) -> dict[str, tup
 
 def stored_names(config: DeltaLMConfig, names: list[str]) -> tuple[dict[Entry, tuple[str, ...]], dict[str, list[str]]]:
     """The stored names of every entry, and the ignored names by group; raises as :func:`key_table.match` does."""
-    ignored = ignored_names(IGNORED, names)
+    ignored = ignored_names(IGNORED | (UNUSED_SKIPS if config.family == "gated_deltanet" else {}), names)
     left = set(names) - {n for group in ignored.values() for n in group}
-    return match({e: _parts(e, config.num_householder, left) for e in entries(config)}, left), ignored
+    expected = {e: _parts(e, config.num_householder, left) for e in entries(config)}
+    found, copies = match(expected, left, tied=config.tied)
+    return found, ignored | copies
 
 
 def _parts(entry: Entry, steps: int, names: set[str]) -> tuple[str, ...]:
@@ -232,6 +251,8 @@ def _attention(raw: dict[str, Any], width: int, layers: int) -> dict[int, Attent
         heads = field(spec, "num_heads")
         if heads < 1 or width % heads:
             raise CheckpointError(f"config.json has attn with {heads} heads for a width of {width}")
+        for name, default in (("rope_theta", 1e4), ("window_size", None)):
+            one_value(name, [("in attn", spec)], beside=[("at the top level", raw)], default=default)
         try:
             sizes = AttentionSizes(
                 num_query_heads=heads,

@@ -1,18 +1,23 @@
 """Tensors of a Hugging Face checkpoint folder: which file holds which, read one at a time. safetensors only, never pickle.
 
-Shards are found through ``model.safetensors.index.json`` where there is one, since their names vary (Qwen3.5-0.8B's only
-shard is ``model.safetensors-00001-of-00001.safetensors``), else the file is ``model.safetensors``.
+The weights are those that transformers 5.24 takes: the file that ``transformers_weights`` of ``config.json`` names, else
+``model.safetensors``, else the shards of ``model.safetensors.index.json``, whose names vary (Qwen3.5-0.8B's only shard is
+``model.safetensors-00001-of-00001.safetensors``). What else lies in the folder is not read.
 """
 
-import json
+import re
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401  gives numpy bfloat16, without which safetensors cannot hand such a tensor over
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxdelta import json_text
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # pickles that lie beside weights
 
 
 class CheckpointError(ValueError):
@@ -22,22 +27,29 @@ class CheckpointError(ValueError):
 class TensorFiles:
     """The tensors of a folder.
 
+    Args:
+        folder: holds them.
+        chosen: the weights that ``config.json`` names: a safetensors file or an index; None is the usual ones.
+
     Attributes:
         shapes: shape of each tensor by its name.
         dtypes: stored dtype of each, as safetensors names it (``BF16``, ``F32`` ...).
-        files: the safetensors files, in order of name.
+        files: the safetensors files that are read, in order of name.
+        unread: safetensors files beside them.
 
     Raises:
         CheckpointError: no weights, a shard that is missing, truncated or no safetensors file, a tensor that the index
             places elsewhere.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, chosen: Any = None):
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        placed = _weight_map(folder)
-        self.files = [folder / SINGLE] if placed is None else [folder / name for name in sorted(set(placed.values()))]
+        weights = _weights(folder, chosen)
+        placed = _weight_map(weights) if weights.suffix == ".json" else None
+        self.files = [weights] if placed is None else [folder / name for name in sorted(set(placed.values()))]
+        self.unread = sorted(set(folder.glob("*.safetensors")) - set(self.files))
         for file in self.files:
             with _open(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118  a safetensors handle is no mapping
@@ -49,7 +61,7 @@ class TensorFiles:
                     self.dtypes[name] = tensor.get_dtype()
         for name, file in (placed or {}).items():
             if self._file_of.get(name) != folder / file:
-                raise CheckpointError(f"{folder / INDEX} places tensor {name} in {file}, which does not hold it")
+                raise CheckpointError(f"{weights} places tensor {name} in {file}, which does not hold it")
 
     def read(self, name: str) -> np.ndarray:
         """A copy of one tensor, in its stored dtype."""
@@ -57,33 +69,63 @@ class TensorFiles:
             return tensors.get_tensor(name)
 
 
-def read_json(file: Path) -> dict:
+def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; CheckpointError where the file is missing or is not one."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json_text.parse(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing; a checkpoint folder holds config.json and safetensors files") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
+    except ValueError as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}){pointer_hint(file)}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a {type(value).__name__}; expected a JSON object")
     return value
 
 
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    if (folder / INDEX).exists():
-        placed = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(placed, dict) or not placed:
-            raise CheckpointError(f"{folder / INDEX} has no weight_map")
-        for name in sorted(set(map(str, placed.values()))):
-            if Path(name).name != name or not (folder / name).is_file():
-                raise CheckpointError(f"{folder / INDEX} names the file {name}, which is missing; download it again")
-        return placed
-    if (folder / SINGLE).is_file():
-        return None
-    pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)]
-    hint = f"; {', '.join(sorted(pickles))} would have to be unpickled, which runs code: convert it" if pickles else ""
-    raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}{hint}")
+def _weights(folder: Path, chosen: Any) -> Path:
+    """The file or the index that the weights are read from."""
+    if chosen is None:
+        names = [name for name in (SINGLE, INDEX) if (folder / name).is_file()]
+        if not names:
+            raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{weights_hint(folder)}")
+        return folder / names[0]
+    if not isinstance(chosen, str) or Path(chosen).name != chosen or not chosen.endswith((".safetensors", ".index.json")):
+        raise CheckpointError(
+            f"config.json has transformers_weights = {chosen!r}; expected a safetensors file or index of the same folder"
+        )
+    if not (folder / chosen).is_file():
+        raise CheckpointError(f"config.json names the weights {chosen}, which are missing in {folder}")
+    return folder / chosen
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor of an index."""
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise CheckpointError(f"{index} has no weight_map")
+    for name in sorted(set(map(str, placed.values()))):
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise CheckpointError(f"{index} names the file {name}, which is missing; download it again")
+    return placed
+
+
+def weights_hint(folder: Path) -> str:
+    """A clause on weights that lie in ``folder`` under names or in formats that are not read, else nothing."""
+    found = sorted(file.name for file in folder.glob("*.safetensors"))
+    if any(re.search(r"-\d+-of-\d+\.", name) for name in found):
+        return f"; it holds {some(found)}, shards without their {INDEX}: add it"
+    if found:
+        return f"; it holds {some(found)}, a name that is not read by itself: rename it to {SINGLE}"
+    pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern)]
+    pickles = sorted(name for name in pickles if not name.startswith(NO_WEIGHTS))
+    return f"; {some(pickles)} would have to be unpickled, which runs code: convert it" if pickles else ""
+
+
+def some(names: list[str]) -> str:
+    """The first few of ``names``."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
 
 def _open(file: Path):
@@ -102,7 +144,7 @@ def _diagnosis(file: Path) -> str:
         header_size = int.from_bytes(stream.read(8), "little")
         if size >= 8 + header_size:
             try:
-                header = json.loads(stream.read(header_size))
+                header = json_text.parse(stream.read(header_size))
                 ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
                 expected = 8 + header_size + max(ends, default=0)
                 if expected != size:

@@ -2,9 +2,17 @@
 
 import math
 import re
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from jaxdelta.checkpoints.files import CheckpointError
+from jaxdelta.checkpoints.files import CheckpointError, some
+
+HEAD, EMBED = "lm_head.weight", ("embed",)
+COPY = "copy of the embedding"  # the group of a tied head that is stored too
+# Buffers that older tools stored: functions of the configuration, which readers compute and no longer load.
+ROTARY = re.compile(r"^(.*\.)?rotary(_emb)?\.((original_)?inv_freq|scale|(cos|sin)_(k_)?cached)$")
+# Fields of config.json that would change what is read, and that no released model has.
+ELSEWHERE = ("configuration_files", "per_layer_config")
 
 
 class Entry(NamedTuple):
@@ -22,7 +30,7 @@ class Entry(NamedTuple):
 
     def stored_name(self, prefix: str = "model.") -> str:
         """Name in a checkpoint whose text tensors, the head apart, have this prefix."""
-        return self.name if self.name == "lm_head.weight" else prefix + self.name
+        return self.name if self.name == HEAD else prefix + self.name
 
 
 def ignored_names(patterns: dict[str, re.Pattern], names: list[str]) -> dict[str, list[str]]:
@@ -31,25 +39,64 @@ def ignored_names(patterns: dict[str, re.Pattern], names: list[str]) -> dict[str
     return {group: members for group, members in groups.items() if members}
 
 
-def match(expected: dict[Entry, tuple[str, ...]], names: set[str]) -> dict[Entry, tuple[str, ...]]:
-    """``expected``, where its tensors are exactly ``names``.
+def match(
+    expected: dict[Entry, tuple[str, ...]], names: set[str], *, tied: bool
+) -> tuple[dict[Entry, tuple[str, ...]], dict[str, list[str]]]:
+    """``expected``, where its tensors are exactly ``names``, and the names that repeat others.
+
+    A ``tied`` head may be stored too: alone it is the embedding, beside it a copy (whose values are not looked at here).
 
     Raises:
         CheckpointError: tensors are missing, or are neither of the model nor of an ignored group; names them.
     """
+    copies: dict[str, list[str]] = {}
+    if tied and HEAD in names:
+        embed = next(entry for entry in expected if entry.path == EMBED)
+        if expected[embed][0] in names:
+            names, copies = names - {HEAD}, {COPY: [HEAD]}
+        else:
+            expected = expected | {embed: (HEAD,)}
     wanted = {n for parts in expected.values() for n in parts}
     missing, extra = sorted(wanted - names), sorted(names - wanted)
     if missing or extra:
-        tied = "; tie_word_embeddings contradicts lm_head.weight" if "lm_head.weight" in {*missing, *extra} else ""
+        untied = "; tie_word_embeddings contradicts lm_head.weight" if HEAD in missing else ""
         raise CheckpointError(
-            f"tensors missing: {some(missing)}; tensors that no part of the model uses: {some(extra)}{tied}"
+            f"tensors missing: {some(missing)}; tensors that no part of the model uses: {some(extra)}{untied}"
         )
-    return expected
+    return expected, copies
 
 
-def some(names: list[str]) -> str:
-    """The first few of ``names``."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
+# Where a field may stand ("in rope_scaling", "at the top level"), and the fields that stand there.
+Places: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
+
+
+def one_value(name: str, read: Places, *, beside: Places = (), default: Any = None) -> Any:
+    """The value of a field that several places may hold.
+
+    What tensors bear out by name (kinds of layers, a tied head, a gate) may differ, and is what the reference takes;
+    for all else this is the rule.
+
+    Args:
+        name: of the field.
+        read: places where the reference looks, the first one that it takes first.
+        beside: places where the field may stand too, and where the reference does not look.
+        default: what the reference takes where it finds none.
+
+    Raises:
+        CheckpointError: two places hold different values, or only one where the reference does not look; names them.
+    """
+    found, others = ([(place, f[name]) for place, f in places if f.get(name) is not None] for places in (read, beside))
+    place, value = found[0] if found else ("by default", default)
+    for other, second in [*found[1:], *others]:
+        if value is None:
+            raise CheckpointError(
+                f"config.json has {name} = {second!r} {other}, where it is not read; it belongs {read[0][0]}"
+            )
+        if second != value:
+            raise CheckpointError(
+                f"config.json has {name} = {second!r} {other} and {value!r} {place}; make them equal, or take one away"
+            )
+    return value
 
 
 def field(fields: dict[str, Any], name: str, default: int | None = None) -> int:
@@ -69,7 +116,7 @@ def real(fields: dict[str, Any], name: str, default: float | None = None) -> flo
 
 
 def tied_embeddings(text: dict[str, Any], raw: dict[str, Any]) -> bool:
-    """Whether the head is the embedding; the flag may stand at either level."""
+    """Whether the head is the embedding; of two levels the inner one counts, and the stored tensors must bear it out."""
     value = text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json has tie_word_embeddings = {value!r}; expected true or false")
@@ -86,3 +133,9 @@ def require(fields: dict[str, Any], name: str, expected: Any, *, default: Any) -
     """Raise CheckpointError where a field has a value that this library does not compute."""
     if fields.get(name, default) != expected:
         raise CheckpointError(f"config.json has {name} = {fields[name]!r}; only {expected!r} is computed here")
+
+
+def refuse_elsewhere(fields: dict[str, Any]) -> None:
+    """Raise CheckpointError where a configuration hands over to other files, or to other values for some layers."""
+    for name in ELSEWHERE:
+        require(fields, name, None, default=None)

@@ -6,26 +6,44 @@ prediction tensors are ignored by name. Norms are stored as offsets from one and
 """
 
 import re
+from itertools import chain
 from typing import Any
 
-from jaxdelta.checkpoints.files import CheckpointError
+from jaxdelta.checkpoints.files import CheckpointError, some
 from jaxdelta.checkpoints.key_table import (
+    EMBED,
+    HEAD,
+    ROTARY,
     Entry,
     field,
     fraction,
     ignored_names,
     match,
+    one_value,
     real,
+    refuse_elsewhere,
     require,
-    some,
     tied_embeddings,
 )
 from jaxdelta.models.config import Qwen3_5Config
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 PREFIXES = ("model.language_model.", "model.")
-IGNORED = {"vision tower": re.compile(r"^model\.visual\."), "multi-token prediction": re.compile(r"^(model\.)?mtp\.")}
+IGNORED = {
+    "vision tower": re.compile(r"^model\.visual\."),
+    "multi-token prediction": re.compile(r"^(model\.)?mtp\."),
+    "rotary frequencies": ROTARY,
+}
 KINDS = {"linear_attention": "linear", "full_attention": "attention"}
+# Of each field what transformers takes where it is missing; None is refused here.
+DEFAULTS = dict(hidden_act="silu", attention_bias=False, attn_output_gate=True, head_dim=256, rms_norm_eps=1e-6)
+DEFAULTS |= dict(linear_conv_kernel_dim=4, max_position_embeddings=32768)
+DEFAULTS |= dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"))
+DEFAULTS |= dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"))
+DEFAULTS |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"))
+ROPE_DEFAULTS = dict(rope_type="default", rope_theta=None, partial_rotary_factor=0.25, mrope_section=None)
+# Where fields of the RoPE may stand, and what is said in rope_parameters or named anew when a model is saved.
+ELSEWHERE = ("rope_scaling", "rope_theta", "partial_rotary_factor", "text_config", "transformers_weights")
 
 
 def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
@@ -34,18 +52,14 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
     Raises:
         CheckpointError: a field is missing, or has a value that this model does not compute.
     """
-    text = raw.get("text_config") or raw
-    if not isinstance(text, dict):
-        raise CheckpointError(f"config.json has text_config = {text!r}; expected an object")
-    rope = _rope(text)
-    require(text, "hidden_act", "silu", default="silu")
-    require(text, "attention_bias", False, default=False)
-    require(text, "attn_output_gate", True, default=True)
-    for name in ("rope_type", "type"):
-        require(rope, name, "default", default="default")
-    head_dim = field(text, "head_dim", field(text, "hidden_size") // max(1, field(text, "num_attention_heads")))
-    rotary_dim = int(head_dim * real(rope, "partial_rotary_factor", 0.25))
-    sections = rope.get("mrope_section")
+    text = _text(raw)
+    rope = _rope(text, raw)
+    for name in ("hidden_act", "attention_bias", "attn_output_gate"):
+        require(text, name, DEFAULTS[name], default=DEFAULTS[name])
+    require(rope, "rope_type", "default", default="default")
+    head_dim = field(text, "head_dim", DEFAULTS["head_dim"])
+    rotary_dim = int(head_dim * real(rope, "partial_rotary_factor"))
+    sections = rope["mrope_section"]
     if sections is not None and not (isinstance(sections, list) and all(isinstance(n, int) for n in sections)):
         raise CheckpointError(f"config.json has mrope_section = {sections!r}; expected a list of whole numbers")
     if sections is not None and 2 * sum(sections) != rotary_dim:
@@ -62,15 +76,15 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
             num_value_heads=field(text, "linear_num_value_heads"),
             key_dim=field(text, "linear_key_head_dim"),
             value_dim=field(text, "linear_value_head_dim"),
-            conv_width=field(text, "linear_conv_kernel_dim", 4),
+            conv_width=field(text, "linear_conv_kernel_dim", DEFAULTS["linear_conv_kernel_dim"]),
             num_query_heads=field(text, "num_attention_heads"),
             num_kv_heads=field(text, "num_key_value_heads"),
             head_dim=head_dim,
             rotary_dim=rotary_dim,
             rope_theta=real(rope, "rope_theta"),
-            norm_eps=real(text, "rms_norm_eps", 1e-6),
+            norm_eps=real(text, "rms_norm_eps", DEFAULTS["rms_norm_eps"]),
             tied=tied_embeddings(text, raw),
-            max_position=field(text, "max_position_embeddings", 32768),
+            max_position=field(text, "max_position_embeddings", DEFAULTS["max_position_embeddings"]),
         )
     except CheckpointError:
         raise
@@ -110,9 +124,10 @@ def config_to_json(config: Qwen3_5Config, raw: dict[str, Any] | None = None) -> 
             "mrope_interleaved": True,
         },
     }
-    text = dict((raw or {}).get("text_config", raw or {}))
-    rope = known["rope_parameters"] | {k: v for k, v in (text.get("rope_parameters") or {}).items() if k == "mrope_section"}
-    return text | known | {"rope_parameters": rope}
+    text = _text(raw or {})
+    if (sections := _rope(text, raw or {})["mrope_section"]) is not None:
+        known["rope_parameters"]["mrope_section"] = sections
+    return {name: value for name, value in text.items() if name not in ELSEWHERE} | known
 
 
 def entries(config: Qwen3_5Config) -> list[Entry]:
@@ -138,9 +153,9 @@ def entries(config: Qwen3_5Config) -> list[Entry]:
         "q_norm": ("self_attn.q_norm.weight", (d,)),
         "k_norm": ("self_attn.k_norm.weight", (d,)),
     }
-    found = [Entry(("embed",), "embed_tokens.weight", (c.vocab_size, D))]
+    found = [Entry(EMBED, "embed_tokens.weight", (c.vocab_size, D))]
     if not c.tied:
-        found.append(Entry(("head",), "lm_head.weight", (c.vocab_size, D)))
+        found.append(Entry(("head",), HEAD, (c.vocab_size, D)))
     for i, kind in enumerate(c.layer_kinds):
         at = ("layers", i)
         found += [
@@ -162,22 +177,50 @@ def stored_names(config: Qwen3_5Config, names: list[str]) -> tuple[dict[Entry, t
     ignored = ignored_names(IGNORED, names)
     left = set(names) - {n for group in ignored.values() for n in group}
     prefix = PREFIXES[0] if any(n.startswith(PREFIXES[0]) for n in left) else PREFIXES[1]
-    return match({e: (e.stored_name(prefix),) for e in entries(config)}, left), ignored
+    found, copies = match({e: (e.stored_name(prefix),) for e in entries(config)}, left, tied=config.tied)
+    return found, ignored | copies
 
 
-def _rope(text: dict[str, Any]) -> dict[str, Any]:
-    """RoPE fields of any age: in ``rope_parameters``, in ``rope_scaling``, or at the top level."""
-    top = {name: text[name] for name in ("rope_theta", "partial_rotary_factor") if name in text}
+def _text(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the text model, which do not differ from those beside them."""
+    text = raw.get("text_config") or raw
+    if not isinstance(text, dict):
+        raise CheckpointError(f"config.json has text_config = {text!r}; expected an object")
+    refuse_elsewhere(raw)
+    if text is not raw:
+        refuse_elsewhere(text)
+        for name, default in DEFAULTS.items():
+            one_value(name, [("in text_config", text)], beside=[("at the top level", raw)], default=default)
+    return text
+
+
+def _rope(text: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """RoPE fields of any age: in ``rope_scaling``, which stands for ``rope_parameters``, in the latter, or at the top."""
+    nested = text is not raw
+    scaling, parameters, top = _rope_places(text, "text_config" if nested else "")
+    read, beside = ([*scaling, *top], parameters) if text.get("rope_scaling") else ([*parameters, *top], [])
+    if nested:
+        beside = [*beside, *chain(*_rope_places(raw, ""))]
+    return {name: one_value(name, read, beside=beside, default=default) for name, default in ROPE_DEFAULTS.items()}
+
+
+def _rope_places(fields: dict[str, Any], inside: str) -> list[list[tuple[str, dict[str, Any]]]]:
+    """What ``rope_scaling``, ``rope_parameters`` and the level around them hold; older files say ``type``."""
+    found = []
     for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(text.get(name) or {}, dict):
-            raise CheckpointError(f"config.json has {name} = {text[name]!r}; expected an object")
-    return top | (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
+        value = fields.get(name) or {}
+        if not isinstance(value, dict):
+            raise CheckpointError(f"config.json has {name} = {value!r}; expected an object")
+        place = f"in {inside}.{name}" if inside else f"in {name}"
+        found.append([(place, value), (f"{place} as type", {"rope_type": value.get("type")})])
+    top = {name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields}
+    return [*found, [(f"in {inside}" if inside else "at the top level", top)]]
 
 
 def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
     count = field(text, "num_hidden_layers")
     interval = max(1, field(text, "full_attention_interval", 4))
-    types = text.get("layer_types") or [
+    types = text.get("layer_types") or [  # both may stand there; names of tensors bear out which is meant
         "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
     ]
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):

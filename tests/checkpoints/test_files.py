@@ -1,8 +1,10 @@
 """Which file holds which tensor, and what is said of files that are broken, missing or of another kind."""
 
+import functools
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +17,7 @@ from tests.tiny import bits, safetensors_bytes, write_index
 
 WIDE = np.arange(6, dtype=np.float32).reshape(2, 3)
 NARROW = np.array([1.0, -0.0, 3.0], ml_dtypes.bfloat16)
+NESTED = functools.reduce(lambda inner, _: [inner], range(900), 5)  # deeper than the reader goes
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1746882752\n"
 
 
@@ -56,12 +59,74 @@ def test_the_odd_single_shard_is_found_through_the_index(tmp_path):
     assert TensorFiles(tmp_path).files == [tmp_path / odd]
 
 
-def test_files_beside_those_of_the_index_are_not_read(single):
+def test_a_single_file_goes_before_an_index(single):
+    """As in transformers: an older set of shards, or part of one, stays where a model was saved once more."""
     save_file({"wide": 2 * WIDE}, single.parent / "shard.safetensors")
     write_index(single.parent, {"wide": "shard.safetensors"})
     tensors = TensorFiles(single.parent)
+    assert (tensors.files, tensors.unread) == ([single], [single.parent / "shard.safetensors"])
+    np.testing.assert_array_equal(tensors.read("wide"), WIDE)
+
+
+def test_an_index_goes_before_a_variant_and_files_that_it_does_not_name(tmp_path):
+    others = ["model.fp16.safetensors", "consolidated.safetensors", "model-00002-of-00002.safetensors"]
+    for name in others:
+        save_file({"wide": 2 * WIDE, "narrow": NARROW}, tmp_path / name)
+    save_file({"wide": WIDE}, tmp_path / "shard.safetensors")
+    write_index(tmp_path, {"wide": "shard.safetensors"})
+    tensors = TensorFiles(tmp_path)
     assert tensors.shapes == {"wide": (2, 3)}
+    assert [file.name for file in tensors.unread] == sorted(others)
+    np.testing.assert_array_equal(tensors.read("wide"), WIDE)
+
+
+@pytest.mark.parametrize("chosen", ["other.safetensors", "other.safetensors.index.json"])
+def test_weights_that_the_configuration_names_go_before_all(single, chosen):
+    """The field transformers_weights of config.json."""
+    save_file({"wide": 2 * WIDE}, single.parent / "other.safetensors")
+    write_index(single.parent, {"wide": "other.safetensors"}, name="other.safetensors.index.json")
+    tensors = TensorFiles(single.parent, chosen=chosen)
+    assert tensors.files == [single.parent / "other.safetensors"]
     np.testing.assert_array_equal(tensors.read("wide"), 2 * WIDE)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("nowhere.safetensors", "names the weights nowhere.safetensors, which are missing"),
+        ("../model.safetensors", "transformers_weights = '../model.safetensors'; expected a safetensors file or index"),
+        ("pytorch_model.bin", "transformers_weights = 'pytorch_model.bin'; expected"),
+        (5, "transformers_weights = 5; expected"),
+        (["model.safetensors"], "expected a safetensors file or index of the same folder"),
+    ],
+    ids=str,
+)
+def test_weights_that_the_configuration_cannot_name_are_refused(single, chosen, message):
+    with pytest.raises(CheckpointError, match=message):
+        TensorFiles(single.parent, chosen=chosen)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+            "it holds model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, shards without their "
+            "model.safetensors.index.json: add it",
+        ),
+        (
+            ["model.fp16.safetensors"],
+            "it holds model.fp16.safetensors, a name that is not read by itself: rename it to model.s",
+        ),
+        (["consolidated.safetensors"], "it holds consolidated.safetensors, a name that is not read"),
+    ],
+    ids=["shards", "variant", "another name"],
+)
+def test_weights_under_other_names_are_said_to_be_there(tmp_path, names, message):
+    for name in names:
+        save_file({"wide": WIDE}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"has neither {files.SINGLE} nor {files.INDEX}; {message}"):
+        TensorFiles(tmp_path)
 
 
 def test_a_missing_shard_is_named(tmp_path):
@@ -88,22 +153,24 @@ def test_a_tensor_in_two_shards_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "weight_map", [{}, None, [], "x", {"wide": 5}, {"wide": 5, "narrow": "model.safetensors"}, {"wide": None}], ids=str
+    "weight_map", [{}, None, [], "x", {"wide": 5}, {"wide": 5, "narrow": "shard.safetensors"}, {"wide": None}], ids=str
 )
-def test_an_index_that_is_none_is_refused(single, weight_map):
-    write_index(single.parent, weight_map)
+def test_an_index_that_is_none_is_refused(tmp_path, weight_map):
+    save_file({"wide": WIDE, "narrow": NARROW}, tmp_path / "shard.safetensors")
+    write_index(tmp_path, weight_map)
     with pytest.raises(CheckpointError, match=files.INDEX):
-        TensorFiles(single.parent)
+        TensorFiles(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["../outside.safetensors", "/etc/hostname", "sub/shard.safetensors", "..", "."])
-def test_an_index_does_not_lead_out_of_its_folder(single, place):
-    (single.parent / "sub").mkdir()
-    for folder in (single.parent.parent, single.parent / "sub"):
-        save_file({"wide": WIDE}, folder / ("outside.safetensors" if folder.name != "sub" else "shard.safetensors"))
-    write_index(single.parent, {"wide": place})
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path, place):
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    save_file({"wide": WIDE}, tmp_path / "outside.safetensors")
+    save_file({"wide": WIDE}, folder / "sub" / "shard.safetensors")
+    write_index(folder, {"wide": place})
     with pytest.raises(CheckpointError, match=f"{files.INDEX} names the file {place}"):
-        TensorFiles(single.parent)
+        TensorFiles(folder)
 
 
 # What the files are
@@ -121,7 +188,7 @@ class Payload:
 
 def test_pickled_weights_are_refused_by_name_and_never_opened(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors; pytorch_model\.bin would have to be unpickled"):
+    with pytest.raises(CheckpointError, match=r"index\.json; pytorch_model\.bin would have to be unpickled"):
         TensorFiles(tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -134,7 +201,7 @@ def test_a_pickle_under_the_name_of_safetensors_is_refused(tmp_path):
 
 
 def test_a_folder_without_weights_says_what_was_looked_for(tmp_path):
-    with pytest.raises(CheckpointError, match=rf"{tmp_path} has neither {files.INDEX} nor {files.SINGLE}$"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} has neither {files.SINGLE} nor {files.INDEX}$"):
         TensorFiles(tmp_path)
 
 
@@ -174,8 +241,9 @@ def test_a_broken_file_is_named_with_what_is_wrong(single, change, message):
         {"wide": {"shape": [2, 3]}},
         {"wide": 5},
         ["wide"],
+        NESTED,
     ],
-    ids=["shape", "dtype", "offsets", "negative shape", "unknown dtype", "missing fields", "no entry", "list"],
+    ids=["shape", "dtype", "offsets", "negative shape", "unknown dtype", "missing fields", "no entry", "list", "nested"],
 )
 def test_a_header_that_contradicts_itself_is_refused(tmp_path, header):
     file = tmp_path / "model.safetensors"
@@ -186,11 +254,14 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path, header):
 
 def test_bf16_is_read_whatever_was_imported_before(single):
     """safetensors hands bf16 to numpy only once something has imported ml_dtypes; here nothing but the module has."""
+    here = Path(files.__file__).parent
+    places = {"jaxdelta": str(here.parent), "jaxdelta.checkpoints": str(here)}
     code = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("files", {files.__file__!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+import importlib, sys, types
+for name, place in {places!r}.items():  # the packages themselves import jax
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [place]
+module = importlib.import_module("jaxdelta.checkpoints.files")
 assert "jax" not in sys.modules
 tensors = module.TensorFiles(module.Path({str(single.parent)!r}))
 print(tensors.read("narrow").dtype, tensors.read("wide").dtype, tensors.read("narrow").astype("float32").tolist())
@@ -210,12 +281,26 @@ print(tensors.read("narrow").dtype, tensors.read("wide").dtype, tensors.read("na
         (b'{"a": 1', "is not valid JSON"),
         (b"\xff\xfe\x00", "is not valid JSON"),
         (b"[1]", "holds a list; expected a JSON object"),
+        (b"[" * 200_000, r"is not valid JSON \(nested too deeply\)"),
+        (b'{"a": ' + b"9" * 5000 + b"}", r"is not valid JSON \(a number has too many digits\)"),
         (POINTER, "Git LFS pointer"),
     ],
-    ids=["missing", "empty", "cut", "not UTF-8", "list", "LFS pointer"],
+    ids=["missing", "empty", "cut", "not UTF-8", "list", "deep", "digits", "LFS pointer"],
 )
 def test_a_json_file_that_is_none_is_named(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"config\.json.* {message}"):
         read_json(tmp_path / "config.json")
+
+
+def test_a_folder_in_place_of_a_json_file_is_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read \(Is a directory\)"):
+        read_json(tmp_path / "config.json")
+
+
+def test_an_index_that_is_nested_too_deeply_is_named(tmp_path):
+    (tmp_path / files.INDEX).write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match=rf"{files.INDEX} is not valid JSON \(nested too deeply\)"):
+        TensorFiles(tmp_path)

@@ -248,10 +248,11 @@ def test_another_model_type_is_told_what_is_supported(hub, model_type):
         jd.load(hub)
 
 
-def test_a_tokenizer_with_more_words_than_the_model_is_refused(hub):
+def test_a_tokenizer_may_have_more_words_than_the_model_has_rows(hub):
+    """A pad token is often added without a row; only a text that uses it cannot be read."""
     tokenizer(words=CONFIG.vocab_size).save(str(hub / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json has 98 words, the model 97"):
-        jd.load(hub)
+    assert jd.load(hub).tokenizer.get_vocab_size() == CONFIG.vocab_size + 1
+    assert jd.inspect(hub).has_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -366,7 +367,9 @@ def test_a_hub_download_asks_for_no_code_and_no_pickle(monkeypatch, hub):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     jd.load("owner/name")
-    assert set(asked) == {"*.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json"}
+    tokenizers = {"tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"}
+    tokenizers |= {"special_tokens_map.json", "added_tokens.json"}
+    assert set(asked) == {"*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json"} | tokenizers
 
 
 @pytest.mark.parametrize("name", ["owner/name--x", "owner/.name", "owner/name.", "-owner/name"])

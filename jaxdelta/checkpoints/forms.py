@@ -1,0 +1,103 @@
+"""Other forms in which weights are handed round, told by what they are: adapters, quantised weights, other formats."""
+
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from jaxdelta.checkpoints.files import SINGLE, CheckpointError, read_json, some
+
+ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
+ADAPTER_TENSORS = re.compile(r"^base_model\.model\.|\.lora_[AB]\.|\.lora_(embedding|magnitude)|\.modules_to_save\.")
+# Fields in which config.json says that weights are quantised, and the tool where the field does not name one.
+QUANTISED = {"quantization_config": "an unnamed method", "compression_config": "compressed-tensors", "quantization": "mlx"}
+# What stands beside or for a weight that is quantised, by the ends of tensors' names.
+QUANTISED_TENSORS = re.compile(
+    r"\.(qweight|qzeros|g_idx|scales|biases|weight_(scale(_inv|_2)?|packed|zero_point|shape|format)|SCB"
+    r"|weight\.(absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..+)|weight_blocks|weight_scales)$"
+)
+
+
+def refuse_other_forms(folder: Path) -> None:
+    """Raise CheckpointError where a folder holds an adapter, or no configuration and weights but something else."""
+    refuse_adapter(folder)
+    if (folder / "config.json").exists() and any(folder.glob("*.safetensors*")):
+        return
+    for tell in TELLING:
+        if said := tell(folder):
+            raise CheckpointError(f"{folder} {said}")
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise CheckpointError where a folder holds an adapter: no model alone, and beside whole weights another model."""
+    weights = [name for name in ADAPTER_WEIGHTS if (folder / name).exists()]
+    if not weights and not (folder / ADAPTER).exists():
+        return
+    said = read_json(folder / ADAPTER) if (folder / ADAPTER).exists() else {}
+    kind = str(said.get("peft_type") or said.get("fine_tune_type") or "").upper().replace("LORA", "LoRA")
+    named = f"{'an' if kind[0] in 'AEIO' else 'a'} {kind} adapter" if kind else "an adapter"
+    base = said.get("base_model_name_or_path") or said.get("model") or "another model"
+    beside = f", or move it away from {SINGLE}" if (folder / SINGLE).exists() else ""
+    raise CheckpointError(f"{folder} is {named} of {base}: merge it first{beside}")
+
+
+def refuse_quantised(folder: Path, raw: dict[str, Any], names: Collection[str]) -> None:
+    """Raise CheckpointError where the configuration or the names of the tensors say that weights are quantised."""
+    for fields in (raw, raw.get("text_config")):
+        for name, unnamed in QUANTISED.items() if isinstance(fields, dict) else ():
+            if said := fields.get(name):
+                raise CheckpointError(f"{folder} is quantised ({_method(said, fields) or unnamed}): dequantise it first")
+    if tensors := sorted(name for name in names if QUANTISED_TENSORS.search(name)):
+        raise CheckpointError(f"{folder} is quantised (it holds {some(tensors[:2])}): dequantise it first")
+    if tensors := sorted(name for name in names if ADAPTER_TENSORS.search(name)):
+        raise CheckpointError(f"{folder} holds an adapter that is not merged ({some(tensors[:2])}): merge it first")
+
+
+def _method(said: Any, fields: dict[str, Any]) -> str | None:
+    """The tool that quantised the weights, where it is named or known by its settings."""
+    said = said if isinstance(said, dict) else {}
+    if method := said.get("quant_method") or said.get("quant_algo"):
+        return str(method)
+    if any(name.startswith(("load_in_", "bnb_")) for name in said):
+        return "bitsandbytes"
+    return "mlx" if "quantization" in fields or {"group_size", "bits"} <= set(said) else None
+
+
+def _subfolders(folder: Path) -> str:
+    """Of a training run, of the hub's cache, or of several models side by side."""
+    inner = [path for pattern in ("*", "snapshots/*") for path in folder.glob(pattern) if path.is_dir()]
+    names = [str(path.relative_to(folder)) for path in inner if any(path.glob("*.safetensors")) and _is_model(path)]
+    names.sort(key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+    return f"has no weights of its own; give one of the folders in it that have some: {some(names)}" if names else ""
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").exists() or (folder / ADAPTER).exists()
+
+
+def _said_of(patterns: tuple[str, ...], text: str) -> Callable[[Path], str]:
+    """A clause with the names of the files that match, where there are any."""
+
+    def tell(folder: Path) -> str:
+        names = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
+        return text.format(some(names)) if names else ""
+
+    return tell
+
+
+# What a folder without configuration or safetensors may be, the surest sign first.
+TELLING = (
+    _said_of(("model_index.json",), "holds a diffusers pipeline ({}), no language model"),
+    _said_of(("*.gguf",), "holds {}, a format of llama.cpp: give the checkpoint that it was made from"),
+    _said_of(("*.onnx", "onnx/*.onnx"), "holds {}, an exported graph: give the checkpoint that it was made from"),
+    _subfolders,
+    _said_of(
+        ("*.distcp", "global_step*", "zero_to_fp32.py", "pytorch_model_fsdp_*"),
+        "holds {}, the state of a training run in parts: write the whole model with save_pretrained first",
+    ),
+    _said_of(
+        ("tf_model.h5", "tf_model*.h5", "flax_model*.msgpack", "model.ckpt.index"),
+        "holds {}, weights of TensorFlow or Flax: convert them to safetensors first",
+    ),
+)
