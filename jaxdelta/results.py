@@ -5,6 +5,10 @@ renamed, so a run that is killed at any moment leaves only whole parts, and the 
 are missing. Rows come in the order of the parts, whenever each was made, so that an interrupted run ends with the rows of
 an uninterrupted one.
 
+Any number of processes, of one machine or several, may work in a folder, without a lock. The first to write the manifest or
+a part keeps it: neither is replaced, and all read the same. What is made of the parts is replaced whole. A temporary name
+says whose it is (``0003.zarr.HOST.PID-N.partial``), and only this host's, of processes that have ended, are cleared away.
+
     manifest.json     configuration, versions, device, commit, checksums, plan of the parts
     parts/0003.parquet
     rows.parquet, rows.csv
@@ -12,13 +16,18 @@ an uninterrupted one.
 Labelled arrays are parts of the same kind, ``parts/0003.zarr``, put together as ``maps.zarr``.
 """
 
+import errno
+import filecmp
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
+import re
 import shutil
+import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +38,15 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 import xarray as xr
 
+from jaxdelta.json_text import parse
+
 PACKAGES = ("jaxdelta", "jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
+# Temporary names of this library, and without a host those of its earlier versions; nobody else's.
+PARTIAL = re.compile(
+    r"(?:[a-z_]+|\d{4,})\.[a-z]+\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)-\d+\.partial"
+    r"|(?:manifest\.json|rows\.parquet|rows\.csv|\d{4,}\.(?:parquet|zarr))\.(?P<old_pid>\d+)\.partial"
+)
+_numbers = itertools.count()
 
 
 class ResultsError(ValueError):
@@ -54,12 +71,10 @@ class Results:
         configuration = json.loads(json.dumps(configuration | {"environment": environment(), "commit": commit()}))
         try:
             (self.folder / "parts").mkdir(parents=True, exist_ok=True)
-            if self._manifest.exists():
-                self.manifest = self._read_manifest(configuration)
-            else:
+            if not self._manifest.exists():
                 self._refuse_foreign_files()
-                self.manifest = {"configuration": configuration, "plan": plan, "started": _now()}
-                self._write_manifest()
+                self._write_manifest({"configuration": configuration, "plan": plan, "started": _now()}, replace=False)
+            self.manifest = self._read_manifest(configuration)
         except OSError as error:
             raise ResultsError(f"results folder {self.folder} cannot be used: {error.strerror}; choose another") from None
 
@@ -83,8 +98,8 @@ class Results:
             raise ResultsError(f"{file} cannot be read ({error}); remove it, and the same command makes it anew") from None
 
     def write_part(self, index: int, rows: pa.Table) -> None:
-        """Keep a finished part."""
-        self._write(self._part_file(index), lambda file: pa_parquet.write_table(rows, file))
+        """Keep a finished part, unless another process has been first."""
+        self._write(self._part_file(index), lambda file: pa_parquet.write_table(rows, file), replace=False)
 
     def dataset(self, index: int) -> xr.Dataset | None:
         """A finished part of labelled arrays, in memory; None where it is still to do.
@@ -98,27 +113,25 @@ class Results:
         try:
             with xr.open_zarr(folder, consolidated=False) as stored:
                 return stored.load().drop_encoding()  # of which the length of names would cut those of others
-        except (ValueError, KeyError, OSError, RuntimeError) as error:  # the last for a chunk that does not unpack
+        except Exception as error:  # of whatever kind, from a chunk that does not unpack to a group that is none
             raise ResultsError(
                 f"{folder} cannot be read ({error}); remove it, and the same command makes it anew"
             ) from None
 
     def write_dataset(self, name: str | int, data: xr.Dataset) -> None:
-        """Keep a finished part of labelled arrays, or, under a name, the whole of them."""
+        """Keep a finished part of labelled arrays, unless another process has been first, or, under a name, the whole."""
         folder = self.folder / (f"{name}.zarr" if isinstance(name, str) else f"parts/{name:04d}.zarr")
-
-        def write(unfinished: str) -> None:
-            shutil.rmtree(folder, ignore_errors=True)
-            data.to_zarr(unfinished, mode="w", consolidated=False, zarr_format=2)  # 3 has no strings yet
-
-        self._write(folder, write)
+        options = dict(mode="w", consolidated=False, zarr_format=2)  # 3 has no strings yet
+        self._write(folder, lambda unfinished: data.to_zarr(unfinished, **options), replace=isinstance(name, str))
 
     def finished(self) -> None:
         """Note that all parts are done."""
         self._remove_leftovers()
         if "finished" not in self.manifest:
+            self.manifest = parse(self._manifest.read_bytes())  # another process may have been first
+        if "finished" not in self.manifest:
             self.manifest["finished"] = _now()
-            self._write_manifest()
+            self._write_manifest(self.manifest, replace=True)
 
     def finish(self, count: int) -> pa.Table:
         """Put parts 0 .. count - 1 together as rows.parquet and rows.csv."""
@@ -129,21 +142,19 @@ class Results:
         return rows
 
     def _remove_leftovers(self) -> None:
-        """Half-written files of runs that were killed; those of a live process are its own."""
-        for file in self.folder.glob("**/*.partial"):
-            try:
-                os.kill(int(file.name.split(".")[-2]), 0)
-            except (ProcessLookupError, ValueError):
-                shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
-            except PermissionError:
-                pass  # a live process of somebody else
+        """Half-written files of runs that were killed; those of a live process, or of another host, are their own."""
+        for folder in (self.folder, self.folder / "parts"):
+            for file in folder.iterdir():
+                named = PARTIAL.fullmatch(file.name)
+                if named and named["host"] in (None, host()) and not _is_alive(int(named["pid"] or named["old_pid"])):
+                    _remove(file)
 
     def _part_file(self, index: int) -> Path:
         return self.folder / "parts" / f"{index:04d}.parquet"
 
     def _read_manifest(self, configuration: dict[str, Any]) -> dict[str, Any]:
         try:
-            manifest = json.loads(self._manifest.read_text())
+            manifest = parse(self._manifest.read_bytes())
             found, _ = dict(manifest["configuration"]), manifest["plan"]
         except (ValueError, KeyError, TypeError):
             raise ResultsError(f"{self._manifest} is no manifest of a run; choose another folder") from None
@@ -156,21 +167,118 @@ class Results:
 
     def _refuse_foreign_files(self) -> None:
         """A folder without a manifest must be empty, but for what a run killed at its very start leaves."""
-        others = [p.name for p in self.folder.iterdir() if p.name != "parts" and not p.name.endswith(".partial")]
-        if others or any(p.suffix in (".parquet", ".zarr") for p in (self.folder / "parts").iterdir()):
+        others = [p.name for p in self.folder.iterdir() if p.name != "parts" and not PARTIAL.fullmatch(p.name)]
+        others += [p.name for p in (self.folder / "parts").iterdir() if not PARTIAL.fullmatch(p.name)]
+        if others and not self._manifest.exists():  # which another process may have written by now
             raise ResultsError(f"{self.folder} is not empty and has no manifest.json; choose another folder")
 
-    def _write_manifest(self) -> None:
-        text = json.dumps(self.manifest, indent=2) + "\n"
-        self._write(self._manifest, lambda file: Path(file).write_text(text))
+    def _write_manifest(self, manifest: dict[str, Any], *, replace: bool) -> None:
+        text = json.dumps(manifest, indent=2) + "\n"
+        self._write(self._manifest, lambda file: Path(file).write_text(text, encoding="utf-8"), replace=replace)
 
-    def _write(self, file: Path, write) -> None:
-        unfinished = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    def _write(self, file: Path, write: Callable[[str], Any], *, replace: bool = True) -> None:
         try:
-            write(str(unfinished))
-            unfinished.replace(file)
+            write_whole(file, write, replace=replace)
         except OSError as error:
             raise ResultsError(f"{file} cannot be written: {error.strerror or error}; finished parts are kept") from None
+
+
+def write_whole(file: Path, write: Callable[[str], Any], *, replace: bool = True) -> None:
+    """Let ``write`` make a file or a folder under another name, and give it its own when it is whole.
+
+    Args:
+        write: called with the path to write to.
+        replace: put it in the place of one that is there; else the one that is there stays, and this one is dropped.
+    """
+    unfinished = _temporary(file)
+    try:
+        write(str(unfinished))
+        _place(unfinished, file, replace=replace)
+    except Exception:
+        _remove(unfinished)
+        raise
+
+
+def _place(new: Path, file: Path, *, replace: bool) -> None:
+    """Give ``new`` the name ``file``; whatever other processes do meanwhile, there is a whole one under it in the end."""
+    if not new.is_dir():
+        if replace:
+            new.replace(file)
+        else:
+            _link(new, file)
+        return
+    while not _renamed(new, file):
+        if not replace or _same(new, file):
+            _remove(new)
+            return
+        old = _temporary(file)
+        try:
+            file.rename(old)
+        except FileNotFoundError:  # another process is at the same point
+            continue
+        _remove(old)
+
+
+def _renamed(new: Path, file: Path) -> bool:
+    """Rename a folder, unless there is one of that name already."""
+    try:
+        new.rename(file)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _link(new: Path, file: Path) -> None:
+    """Rename a file, unless there is one of that name already."""
+    try:
+        os.link(new, file)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links: the last of two at the very same moment stays, whole as well
+        if not file.exists():
+            new.replace(file)
+    new.unlink(missing_ok=True)
+
+
+def _same(a: Path, b: Path) -> bool:
+    """Whether two folders hold the same files to the byte; not, where one of them vanishes meanwhile."""
+    names = [{p.relative_to(folder) for p in folder.rglob("*") if p.is_file()} for folder in (a, b)]
+    try:
+        return names[0] == names[1] and all(filecmp.cmp(a / name, b / name, shallow=False) for name in names[0])
+    except OSError:
+        return False
+
+
+def _remove(file: Path) -> None:
+    if file.is_dir():
+        shutil.rmtree(file, ignore_errors=True)
+    else:
+        file.unlink(missing_ok=True)
+
+
+def _temporary(file: Path) -> Path:
+    return file.with_name(f"{file.name}.{host()}.{os.getpid()}-{next(_numbers)}.partial")
+
+
+def host() -> str:
+    """Where a process number means something: the machine's name and the name space of its processes."""
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino  # of a container, which may share the machine's name
+    except OSError:
+        space = 0
+    return f"{re.sub('[^A-Za-z0-9]+', '-', socket.gethostname())[:40]}-{space:x}"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
 
 
 def environment() -> dict[str, str]:

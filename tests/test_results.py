@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -91,6 +94,10 @@ def test_a_run_in_a_checkout_has_its_commit_and_others_none(tmp_path, monkeypatc
     assert results.commit() is None
 
 
+# Names that end as this library's temporary ones do, and are not of its making.
+OF_OTHERS = ("film.mp4.partial", "notes.partial", "film.mp4.1234.partial", "film.zarr.1234.partial", "0001.zarr.partial")
+
+
 # Kills and failures
 
 
@@ -98,7 +105,7 @@ class Killed(BaseException):
     """Nothing catches it, as nothing catches SIGKILL."""
 
 
-def kill(*arguments):
+def kill(*arguments, **keywords):
     raise Killed
 
 
@@ -107,7 +114,7 @@ def test_a_kill_between_writing_and_renaming_leaves_no_file_under_its_name(tmp_p
     with monkeypatch.context() as patch:
         if write == "part":
             made = filled(tmp_path, 0)
-        patch.setattr("pathlib.Path.replace", kill)
+        patch.setattr(results, "_place", kill)
         with pytest.raises(Killed):
             made.write_part(1, rows(1)) if write == "part" else filled(tmp_path)
     left = [file.name for file in contents(tmp_path)]
@@ -187,6 +194,7 @@ def test_a_part_in_memory_outlives_its_folder(tmp_path):
     made = filled(tmp_path)
     made.write_dataset(0, arrays(0))
     back = made.dataset(0)
+    shutil.rmtree(tmp_path / "parts" / "0000.zarr")
     made.write_dataset(0, arrays(3))
     xr.testing.assert_identical(back, arrays(0))
     xr.testing.assert_identical(made.dataset(0), arrays(3))
@@ -205,7 +213,7 @@ def test_a_kill_between_writing_and_renaming_leaves_no_labelled_part(tmp_path, m
     made = filled(tmp_path)
     made.write_dataset(0, arrays(0))
     with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.replace", kill)
+        patch.setattr(results, "_place", kill)
         with pytest.raises(Killed):
             made.write_dataset(1, arrays(1))
     again = filled(tmp_path)
@@ -225,6 +233,143 @@ def test_half_written_labelled_parts_of_a_killed_run_are_removed_in_the_end(tmp_
     made.finished()
     assert [file.name for file in (tmp_path / "parts").iterdir()] == [alive]
     assert "finished" in json.loads((tmp_path / "manifest.json").read_text())
+
+
+def test_only_leftovers_of_this_library_and_host_are_removed(tmp_path):
+    """Another host's may be of a process that lives there."""
+    made = filled(tmp_path, 0)
+    dead = ("manifest.json.{}.4194304-0.partial", "maps.zarr.{}.4194304-3.partial", "heads.png.{}.4194304-1.partial")
+    left = [name.format(results.host()) for name in dead] + [f"parts/0001.parquet.{results.host()}.4194304-9.partial"]
+    alive = [f"rows.csv.{results.host()}.{os.getpid()}-0.partial", *(name.format("elsewhere-f0000000") for name in dead)]
+    for name in (*left, *alive, *OF_OTHERS, "parts/film.mp4.partial"):
+        (tmp_path / name).write_text("some")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / left[0]).write_text("in a folder that is not the library's")
+    made.finished()
+    stayed = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.partial")}
+    assert stayed == {*alive, *OF_OTHERS, "parts/film.mp4.partial", f"sub/{left[0]}"}
+
+
+def test_a_folder_of_leftovers_alone_is_empty(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / f"manifest.json.{results.host()}.4194304-0.partial").write_text("{")
+    (tmp_path / "parts" / "0000.zarr.elsewhere-0.1-0.partial").mkdir()
+    assert filled(tmp_path).part(0) is None
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    made = filled(tmp_path)
+    before = contents(tmp_path)
+
+    def full(file):
+        with open(file, "w") as stream:
+            stream.write("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        results.write_whole(made.folder / "heads.csv", full)
+    assert contents(tmp_path) == before
+
+
+# Several processes
+
+CHILD = """
+import sys, time
+from pathlib import Path
+import numpy as np, pyarrow as pa, xarray as xr
+from jaxdelta.results import Results
+
+folder, name = Path(sys.argv[1]), int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+for turn in range(12):
+    made = Results(folder / str(turn), {"a": 1}, {"of": name})
+    for index in range(3):
+        made.write_part(index, pa.table({"of": [name]}))
+        made.write_dataset(index, xr.Dataset({"of": ("t", np.full(2000, name))}))
+        assert len(set(made.dataset(index)["of"].values)) == 1
+    made.write_dataset("maps", xr.Dataset({"of": ("t", np.full(2000, name))}))
+    made.finish(3)
+    print(made.plan["of"], *(made.part(i)["of"][0] for i in range(3)), *(int(made.dataset(i)["of"][0]) for i in range(3)))
+"""
+
+
+def test_processes_in_one_folder_all_end_well_and_read_the_same(tmp_path):
+    """They begin at once, in folders that are empty, and write other things under the same names."""
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    children = [subprocess.Popen([*command, str(i)], **pipes, env=environment) for i in range(3)]
+    for child in children:
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    told = [child.communicate(timeout=200) for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0], "".join(error for _, error in told)
+    assert told[0][0] == told[1][0] == told[2][0]
+    assert len(told[0][0].splitlines()) == 12
+    for turn in range(12):
+        folder = tmp_path / str(turn)
+        names = {file.name for file in folder.iterdir()} | {file.name for file in (folder / "parts").iterdir()}
+        parts = {f"{i:04d}.{suffix}" for i in range(3) for suffix in ("parquet", "zarr")}
+        assert names == {"manifest.json", "parts", "rows.parquet", "rows.csv", "maps.zarr", *parts}
+        with xr.open_zarr(folder / "maps.zarr", consolidated=False) as whole:
+            assert len(set(whole["of"].values)) == 1
+
+
+@pytest.mark.parametrize("kind", ["rows", "rows without links", "arrays"])
+def test_the_first_to_finish_a_part_keeps_it(tmp_path, monkeypatch, kind):
+    """Whether the other is there before, or comes while this one is being written."""
+
+    def no_links(*names):
+        raise OSError(95, "Operation not supported")
+
+    if kind == "rows without links":
+        monkeypatch.setattr(results.os, "link", no_links)
+    write, read, content = ("write_dataset", "dataset", arrays) if kind == "arrays" else ("write_part", "part", rows)
+    one, other, place = filled(tmp_path), filled(tmp_path), results._place
+
+    def late(new, file, *, replace):
+        monkeypatch.setattr(results, "_place", place)
+        getattr(other, write)(1, content(2))
+        place(new, file, replace=replace)
+
+    getattr(other, write)(0, content(0))
+    getattr(one, write)(0, content(1))
+    monkeypatch.setattr(results, "_place", late)
+    getattr(one, write)(1, content(1))
+    for index, expected in ((0, content(0)), (1, content(2))):
+        for found in (getattr(one, read)(index), getattr(other, read)(index)):
+            assert found.equals(expected)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_the_first_manifest_holds_for_all(tmp_path, monkeypatch):
+    """One that is written between the look for it and the writing of one's own."""
+    refuse = Results._refuse_foreign_files
+
+    def late(self):
+        monkeypatch.setattr(Results, "_refuse_foreign_files", refuse)
+        filled(tmp_path, 0, plan={"batch": 4})
+        refuse(self)
+
+    monkeypatch.setattr(Results, "_refuse_foreign_files", late)
+    made = filled(tmp_path, plan={"batch": 9})
+    assert made.plan == {"batch": 4}
+    assert made.part(0).equals(rows(0))
+
+
+def test_a_whole_is_replaced_by_another_and_left_by_its_like(tmp_path):
+    made = filled(tmp_path)
+    made.write_dataset("maps", arrays(0))
+    before = (tmp_path / "maps.zarr").stat().st_ino
+    made.write_dataset("maps", arrays(0))
+    assert (tmp_path / "maps.zarr").stat().st_ino == before
+    made.write_dataset("maps", arrays(1))
+    with xr.open_zarr(tmp_path / "maps.zarr", consolidated=False) as whole:
+        xr.testing.assert_identical(whole.load(), arrays(1))
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 @pytest.mark.parametrize("damage", ["no group", "group", "chunk", "file in the way"])
@@ -284,7 +429,7 @@ def test_results_of_another_version_or_device_are_refused_with_the_difference(tm
         filled(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["notes.txt", "rows.csv", "parts/0000.parquet"])
+@pytest.mark.parametrize("place", ["notes.txt", "rows.csv", "parts/0000.parquet", *OF_OTHERS, "parts/film.mp4.partial"])
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path, place):
     (tmp_path / "parts").mkdir()
     (tmp_path / place).write_text("precious")
@@ -304,9 +449,11 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path, place):
         '{"plan": 3}',
         '{"configuration": 5, "plan": 3}',
         '{"configuration": null, "plan": 3}',
+        "[" * 100_000,
+        '{"plan": ' + "9" * 5000 + "}",
         b"\xff\xfe",
     ],
-    ids=ascii,
+    ids=lambda text: ascii(text)[:40],
 )
 def test_a_manifest_that_is_none_is_refused_and_kept(tmp_path, text):
     file = tmp_path / "manifest.json"
