@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdelta.dims import Tokens
-from jaxdelta.interventions import Intervention
+from jaxdelta.interventions import Intervention, started
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Carry, Decoder, states, with_states
 from jaxdelta.nn.attention import AttentionCarry
@@ -144,7 +144,8 @@ def record(
     recurrent, caches = split(init_carry(model, B, max(max_length or 0, count * segment)))
     memory = None
     if intervention is not None:
-        intervention, memory = intervention.start(join(model.config, recurrent, caches))
+        boundaries = range(segment, segment * count, segment)
+        intervention, memory = started(intervention, join(model.config, recurrent, caches), boundaries)
     tape = Tape([], caches, tokens, lengths, segment, intervention)
     for index in range(count):
         arriving, before = None, memory
@@ -191,7 +192,7 @@ def pull_back(
             config, objective, params, start.recurrent, tape.caches, here, text, inputs(index), state, tails, caches
         )
         _check_run(config, np.asarray(finite[0]), finite[1], index, tape.segment)
-        check_finite(config, np.asarray(jnp.isfinite(state).all(axis=(0, -2, -1))), "the derivative", index - 1)
+        check_finite(config, np.asarray(jnp.isfinite(state).all(axis=(0, -2, -1))), "the derivative", index * tape.segment)
         yield Pulled(index, values, state, *probes, layer_inputs)
         if start.arriving is not None:
             state = _pull_cut(tape.intervention, config, start, tape.caches, state, frozen_basis)
@@ -258,7 +259,7 @@ def _check_run(config: DecoderConfig, finite: np.ndarray, S: Array, index: int, 
         heads = np.ones(S.shape[:3], bool)
         layer = config.linear_layers.index(place - 1)
         heads[layer] = np.asarray(jnp.isfinite(S[layer]).all(axis=(-2, -1)))
-        check_finite(config, heads, "the state", index)
+        check_finite(config, heads, "the state", (index + 1) * segment)
     after = f"layer {place - 1} ({config.layer_kinds[place - 1]})" if place else "the embedding"
     raise NonFiniteError(
         f"NaN or infinity first after {after}, in row {row}, tokens {index * segment} to {(index + 1) * segment - 1}; "
@@ -268,12 +269,12 @@ def _check_run(config: DecoderConfig, finite: np.ndarray, S: Array, index: int, 
 
 
 def check_finite(config: DecoderConfig, finite: np.ndarray, what: str, boundary: int) -> None:
-    """Raise NonFiniteError where an entry of ``finite``, Bool[L B H], is False."""
+    """Raise NonFiniteError where an entry of ``finite``, Bool[L B H], is False; ``boundary`` in tokens seen."""
     if not finite.all():
         layer, row, head = (int(i[0]) for i in np.nonzero(~finite))
-        where = "the start of the text" if boundary < 0 else f"boundary {boundary}"
+        where = f"after {boundary} tokens" if boundary else "at the start of the text"
         raise NonFiniteError(
-            f"NaN or infinity in {what} of layer {config.linear_layers[layer]}, head {head}, {where}, row {row}; "
+            f"NaN or infinity in {what} of layer {config.linear_layers[layer]}, head {head}, {where}, in row {row}; "
             "look for broken weights there, or run in float32",
             row,
         )

@@ -68,7 +68,7 @@ def carried(sizes=WIDE, states=None, seed=0):
 
 def perturbed(intervention, *carries):
     """States before and after each of successive boundaries, [boundary, L, B, H, K, V]."""
-    settled, memory = intervention.start(carries[0])
+    settled, memory = intervention.start(carries[0], [SEGMENT * (i + 1) for i in range(len(carries))])
     before, after = [], []
     for carry in carries:
         changed, memory, record = boundary(settled, carry, memory)
@@ -202,7 +202,7 @@ def test_error_feedback_adds_back_only_what_rounding_took():
     """Heads and boundaries that are left out have no error to add."""
     carry, where = carried(), np.arange(H) < 3
     _, plain = perturbed(Quantise(3), carry)
-    before, after = perturbed(Quantise(3, error_feedback=True, where=where, at=[1, 2]), *[carry] * 3)
+    before, after = perturbed(Quantise(3, error_feedback=True, where=where, at=[2 * SEGMENT, 3 * SEGMENT]), *[carry] * 3)
     np.testing.assert_array_equal(after[0], before[0])
     np.testing.assert_array_equal(after[1][..., :3, :, :], plain[0][..., :3, :, :])
     assert (after[2] != after[1])[..., :3, :, :].any()
@@ -243,7 +243,7 @@ def test_only_chosen_heads_change(name, shape):
 @ALL
 def test_only_chosen_boundaries_change(name):
     carries = [carried(seed=i) for i in range(4)]
-    before, after = perturbed(replace(every()[name], at=[0, 2]), *carries)
+    before, after = perturbed(replace(every()[name], at=[SEGMENT, 3 * SEGMENT]), *carries)
     np.testing.assert_array_equal(after[[1, 3]], before[[1, 3]])
     changed = (after[[0, 2]] != before[[0, 2]]).any((-2, -1))
     assert changed.all() or name == "NoOp"
@@ -253,7 +253,7 @@ def test_only_chosen_boundaries_change(name):
 @ALL
 def test_nothing_but_the_states_changes(name):
     carry = carried()
-    settled, memory = every()[name].start(carry)
+    settled, memory = every()[name].start(carry, [SEGMENT])
     after, _, _ = boundary(settled, carry, memory)
     for a, b in zip(after.layers, carry.layers, strict=True):
         for part in set(a._fields) - {"S"}:
@@ -279,13 +279,21 @@ def test_nothing_but_the_states_changes(name):
         (Swap(np.zeros((1, L, B, H, 11, 8))), r"states have shape \(1, 2, 3, 6, 11, 8\); expected \[N-1, 2, 3, 6, 8, 11\]"),
         (Swap(np.zeros((1, L, B + 1, H, 8, 11))), r"states have shape \(1, 2, 4, 6, 8, 11\)"),
         (NoOp(where=np.ones((L, B, H), bool)), "broadcast"),
-        (NoOp(at=[0, -1]), r"at is \[0, -1\]; expected boundaries by index"),
+        (NoOp(at=[8, -1]), r"at is \[8, -1\], in tokens seen; the run has no boundary at -1: its boundaries are 8 to 24"),
+        (NoOp(at=[0]), "no boundary at 0"),
+        (NoOp(at=9), r"at is \[9\].*no boundary at 9"),
+        (NoOp(at=32), "no boundary at 32"),
     ],
     ids=lambda x: type(x).__name__ if not isinstance(x, str) else "",
 )
 def test_what_does_not_fit_is_refused_before_the_run(intervention, message):
     with pytest.raises(ValueError, match=message):
-        intervention.start(carried())
+        intervention.start(carried(), [8, 16, 24])
+
+
+def test_a_boundary_is_a_whole_number():
+    with pytest.raises(TypeError):
+        Zero(at=8.0).start(carried(), [8])
 
 
 # Runs
@@ -307,7 +315,7 @@ def test_a_run_with_a_no_op_is_the_plain_run_bit_for_bit(plain):
 @ALL
 def test_a_run_changes_only_after_the_first_boundary_it_is_told(name, plain):
     """Chosen rows from the second boundary on."""
-    found = losses(replace(every()[name], where=np.array([True, False, True])[:, None, None], at=[1]))
+    found = losses(replace(every()[name], where=np.array([True, False, True])[:, None, None], at=2 * SEGMENT))
     np.testing.assert_array_equal(found[:, : 2 * SEGMENT], plain[:, : 2 * SEGMENT])
     np.testing.assert_array_equal(found[1], plain[1])
     assert (found[[0, 2], 2 * SEGMENT :] != plain[[0, 2], 2 * SEGMENT :]).any() == (name != "NoOp")
@@ -362,7 +370,7 @@ def test_a_swap_with_the_states_of_the_same_run_changes_nothing_and_can_be_used_
         (Project(basis(8)), Project(orthonormal_columns(6, (1, 1, 1, 8, 3)))),
         (Noise(), Noise(seed=3)),
         (Zero(), Zero(where=np.zeros(H, bool))),
-        (Zero(at=[0]), Zero(at=[2])),
+        (Zero(at=[SEGMENT]), Zero(at=3 * SEGMENT)),
         (Swap(np.zeros((1, 1, 1, 1, 8, 11))), Swap(np.ones((1, L, B, H, 8, 11)))),
         (Quantise(4), Quantise(4, where=np.arange(H) < 2)),
     ],
@@ -403,7 +411,7 @@ class Affine:
     maps: np.ndarray = field(compare=False)
     offsets: np.ndarray = field(compare=False)
 
-    def start(self, carry):
+    def start(self, carry, boundaries):
         return self, (jnp.zeros((), jnp.int32), jnp.asarray(self.maps), jnp.asarray(self.offsets))
 
     def __call__(self, carry, memory):
@@ -419,8 +427,8 @@ class Gated:
     inner: Any
     gates: np.ndarray = field(compare=False)
 
-    def start(self, carry):
-        inner, memory = self.inner.start(carry)
+    def start(self, carry, boundaries):
+        inner, memory = self.inner.start(carry, boundaries)
         return replace(self, inner=inner), (jnp.zeros((), jnp.int32), jnp.asarray(self.gates), memory)
 
     def __call__(self, carry, memory):
@@ -451,7 +459,7 @@ def head_states(intervention):
     return maps.head_state.values[0]
 
 
-@pytest.mark.parametrize("intervention", [Filter(0.05), Project(basis(8)), Zero(at=[1])], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("intervention", [Filter(0.05), Project(basis(8)), Zero(at=[2 * SEGMENT])], ids=lambda x: type(x).__name__)
 def test_derivatives_go_through_a_perturbation(x64, intervention):
     expected = differences(intervention)
     np.testing.assert_allclose(head_states(intervention), expected, rtol=1e-5, atol=1e-8)
@@ -486,9 +494,9 @@ def test_derivatives_of_a_quantisation_pass_straight_through_the_rounding(x64):
 def test_nothing_is_handed_on_through_zero_or_a_swap(x64):
     """What a segment did to its state is lost at the next boundary, in reverse mode too."""
     other = np.random.default_rng(2).standard_normal((1, 2, 1, 2, 8, 11))
-    for intervention in (Zero(at=[2]), Swap(other, at=[2])):
+    for intervention in (Zero(at=[3 * SEGMENT]), Swap(other, at=[3 * SEGMENT])):
         maps = sensitivity(
             double(), ONE[0], SEGMENT, samples=0, intervention=intervention, scored=np.arange(LENGTH - 1) >= 24
         )
-        np.testing.assert_array_equal(maps.log_decay.values[:, :24, -1], 0)  # of the last layer, which only hands on states
-        assert (maps.log_decay.values[:, 24, -1] != 0).any() == isinstance(intervention, Swap)
+        np.testing.assert_array_equal(maps.g_sensitivity.values[:, :24, -1], 0)  # of the last layer, which only hands on states
+        assert (maps.g_sensitivity.values[:, 24, -1] != 0).any() == isinstance(intervention, Swap)

@@ -332,8 +332,8 @@ class Pushed:
     def __eq__(self, other):
         return (self.inner, self.ahead) == (other.inner, other.ahead)
 
-    def start(self, carry):
-        inner, memory = self.inner.start(carry)
+    def start(self, carry, boundaries):
+        inner, memory = self.inner.start(carry, boundaries)
         push = jnp.asarray(self.push)
         return Pushed(inner, ahead=self.ahead), (memory, push, jnp.asarray(self.boundary), jnp.asarray(0))
 
@@ -411,7 +411,7 @@ def broken(layer: int, weight: str, rows):
 
 def test_broken_weights_of_a_head_are_named_with_layer_head_and_boundary():
     text = TOKENS[:1, : LENGTHS[0]]
-    with pytest.raises(jd.NonFiniteError, match="the state of layer 2, head 1, boundary 0, row 0"):
+    with pytest.raises(jd.NonFiniteError, match="the state of layer 2, head 1, after 5 tokens, in row 0"):
         record(broken(2, "in_b", 1), text, lengths=LENGTHS[:1], segment=SEGMENT)
 
 
@@ -436,5 +436,5 @@ def test_derivatives_that_break_are_named_with_layer_head_and_boundary():
     model, text = plain.fresh(plain.QWEN), TOKENS[:1, : LENGTHS[0]]
     tape = record(model, text, lengths=LENGTHS[:1], segment=SEGMENT)
     w = np.full_like(weights(model)[:1, :1], np.inf)
-    with pytest.raises(jd.NonFiniteError, match="the derivative of layer 0, head 0, boundary 3, row 0"):
+    with pytest.raises(jd.NonFiniteError, match="the derivative of layer 0, head 0, after 15 tokens, in row 0"):
         pulled_back(model, tape, w)

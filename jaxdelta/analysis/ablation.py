@@ -14,38 +14,52 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import HIGHEST
+from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
-from jaxdelta.ops.low_rank import left_directions
+from jaxdelta.ops.directions import directions as singular_directions
 from jaxdelta.reverse import Tape, branch, join, split
 from jaxdelta.segments import rebuilt, token_losses
 
 
 class Direction(NamedTuple):
-    """A singular direction: linear layer (counted among linear layers), head, and index, the largest sigma first."""
+    """A singular direction of one boundary: the model's layer, value head, and index, the largest sigma first."""
 
     layer: int
     head: int
     direction: int
 
 
-def direction_terms(S: Float[Array, "L 1 H K V"], directions: Sequence[Direction]) -> Float[Array, "X K V"]:
+def places(config: DecoderConfig, units: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, ...]:
+    """Units (layer, ...) as one array an entry, the layers counted among linear layers, as arrays over heads are.
+
+    Raises:
+        ValueError: a layer is no linear layer of the model.
+    """
+    for layer, *_ in units:
+        if layer not in config.linear_layers:
+            raise ValueError(f"layer {layer} is no linear layer; those of the model are {list(config.linear_layers)}")
+    layers, *rest = (np.array(x) for x in zip(*units, strict=True))
+    return np.searchsorted(config.linear_layers, layers), *rest
+
+
+def direction_terms(
+    config: DecoderConfig, S: Float[Array, "L 1 H K V"], directions: Sequence[Direction]
+) -> Float[Array, "X K V"]:
     """sigma_i u_i v_i^T of each direction, with the basis that sensitivities use."""
-    transposed = S.shape[-2] > S.shape[-1]
-    A = jnp.swapaxes(S, -1, -2) if transposed else S
-    U = left_directions(A)
-    layer, head, index = (np.array(x) for x in zip(*directions, strict=True))
-    A, u = A[layer, 0, head], U[layer, 0, head, :, index]
-    terms = u[:, :, None] * jnp.einsum("xk,xkv->xv", u, A, precision=HIGHEST)[:, None, :]
-    return jnp.swapaxes(terms, -1, -2) if transposed else terms
+    U, _, right = _singular_directions(S)
+    layer, head, index = places(config, directions)
+    return U[layer, 0, head, :, index][:, :, None] * right[layer, 0, head, index][:, None, :]
+
+
+_singular_directions = jax.jit(singular_directions)
 
 
 def without(
-    S: Float[Array, "L 1 H K V"], directions: Sequence[Direction], *, share: float | np.ndarray = 1.0
+    config: DecoderConfig, S: Float[Array, "L 1 H K V"], directions: Sequence[Direction], *, share: float | np.ndarray = 1.0
 ) -> Float[Array, "L X H K V"]:
     """A world for each direction, in which ``share`` of it is taken away."""
-    terms = direction_terms(S, directions)
-    layer, head, _ = (np.array(x) for x in zip(*directions, strict=True))
+    terms = direction_terms(config, S, directions)
+    layer, head, _ = places(config, directions)
     worlds = np.arange(len(directions))
     share = jnp.broadcast_to(jnp.asarray(share, S.dtype), (len(directions),))[:, None, None]
     return jnp.repeat(S, len(directions), axis=1).at[layer, worlds, head].add(-share * terms)
@@ -59,19 +73,20 @@ def direction_effects(
     Args:
         tape: of one text, without an intervention.
         scored: Bool[N - 1].
-        boundary: by index, 0 the first.
+        boundary: in tokens seen.
         worlds: directions removed at once.
 
     Returns:
         f64 [directions].
     """
-    S = jnp.asarray(tape.starts[boundary + 1].recurrent.S)
+    index = segment_at(tape, boundary)
+    S = jnp.asarray(tape.starts[index].recurrent.S)
     found = []
     for part in _parts(directions, worlds):
         # The untouched world is the first row of every batch; short batches are filled up, so that one program serves all.
         padded = list(part) + [part[-1]] * (min(worlds, len(directions)) - len(part))
-        batch = jnp.concatenate([S, without(S, padded)], axis=1)
-        losses = _losses(model, branch(tape, boundary + 1, batch), boundary + 1)
+        batch = jnp.concatenate([S, without(model.config, S, padded)], axis=1)
+        losses = _losses(model, branch(tape, index, batch), index)
         found.append(_differences(losses, scored)[: len(part)])
     return np.concatenate(found)
 
@@ -82,7 +97,7 @@ def head_effects(
     """Measured change of the mean loss when heads lose something in the whole text.
 
     Args:
-        heads: (linear layer, head) each; a layer alone, (linear layer,), means all its heads.
+        heads: (layer, head) each, with the model's layer; a layer alone, (layer,), means all its heads.
         kind: "output": their output is zero in every segment; "state": their state is zero at every boundary.
 
     Returns:
@@ -94,11 +109,20 @@ def head_effects(
         padded = list(part) + [part[-1]] * (min(worlds, len(heads)) - len(part))
         keep = np.ones((L, 1 + len(padded), H), np.float32)
         for world, (layer, *head) in enumerate(padded):
-            keep[layer, 1 + world, head if head else slice(None)] = 0
+            keep[places(model.config, [(layer,)])[0][0], 1 + world, head if head else slice(None)] = 0
         S = jnp.repeat(jnp.asarray(tape.starts[0].recurrent.S), keep.shape[1], axis=1)
         losses = _losses(model, branch(tape, 0, S), 0, **{kind: keep})
         found.append(_differences(losses, scored)[: len(part)])
     return np.concatenate(found)
+
+
+def segment_at(tape: Tape, boundary: int) -> int:
+    """The segment that begins at a boundary, given in tokens seen; ValueError where the text has none there."""
+    index, rest = divmod(boundary, tape.segment)
+    if rest or not 0 < index < tape.count:
+        found = f"every {tape.segment} tokens to {tape.segment * (tape.count - 1)}"
+        raise ValueError(f"boundary is {boundary}, in tokens seen; the text has boundaries {found}")
+    return index
 
 
 def _parts(items: Sequence, size: int) -> Iterator[Sequence]:

@@ -1,4 +1,4 @@
-"""Dearer estimates of what the removal of a direction does, for chosen directions of one boundary of one text.
+"""Dearer estimates of what the removal of a direction does, for chosen directions of one boundary (in tokens seen) of a text.
 
     gauss_newton           -gate + 1/2 dz^T (diag p - p p^T) dz / N: forward mode carries the removal to the logits z
     exact_local            the layer is run without the direction, its norm recomputed; only the rest is linear
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdelta.analysis.ablation import Direction, direction_terms, without
+from jaxdelta.analysis.ablation import Direction, direction_terms, places, segment_at, without
 from jaxdelta.analysis.objectives import objective_of
 from jaxdelta.dims import HIGHEST
 from jaxdelta.models.decoder import Decoder
@@ -33,16 +33,18 @@ def gauss_newton(
     One forward-mode pass over the rest of the text a direction, all at once. ``scored`` is Bool[N - 1].
     """
     params, segment = nnx.state(model), tape.segment
-    at = tape.starts[boundary + 1].recurrent
+    begin = segment_at(tape, boundary)
+    at = tape.starts[begin].recurrent
     S = jnp.asarray(at.S)
     worlds = jnp.arange(len(directions))
-    layer, head, _ = (np.array(x) for x in zip(*directions, strict=True))
-    dS = jnp.zeros((len(directions), *S.shape), S.dtype).at[worlds, layer, 0, head].set(-direction_terms(S, directions))
+    layer, head, _ = places(model.config, directions)
+    terms = direction_terms(model.config, S, directions)
+    dS = jnp.zeros((len(directions), *S.shape), S.dtype).at[worlds, layer, 0, head].set(-terms)
     tangent = dS, *jax.tree.map(lambda x: jnp.zeros((len(directions), *x.shape), x.dtype), (at.tails, tape.caches))
     recurrent, first, second = at, 0.0, 0.0
     mask = np.zeros(len(tape.starts) * segment, bool)
     mask[: len(scored)] = scored[: len(mask)]
-    for index in range(boundary + 1, len(tape.starts)):
+    for index in range(begin, len(tape.starts)):
         part = slice(index * segment, (index + 1) * segment)
         here, following, text = tape.part(index)
         recurrent = jax.tree.map(jnp.asarray, tape.starts[index].recurrent)
@@ -97,16 +99,17 @@ def exact_local(
     """
     found = np.zeros(len(directions))
     by_index = {p.index: p for p in pulled}
-    layers = np.array([d.layer for d in directions])
-    S = jnp.asarray(tape.starts[boundary + 1].recurrent.S)
-    terms = direction_terms(S, directions)
+    layers, in_layer, _ = places(model.config, directions)
+    begin = segment_at(tape, boundary)
+    S = jnp.asarray(tape.starts[begin].recurrent.S)
+    terms = direction_terms(model.config, S, directions)
     for layer in np.unique(layers):
         chosen = np.flatnonzero(layers == layer)
-        heads = np.array([directions[i].head for i in chosen])
+        heads = in_layer[chosen]
         whole = S[layer]
         changed = jnp.repeat(whole, len(chosen), axis=0).at[np.arange(len(chosen)), heads].add(-terms[chosen])
         states = jnp.concatenate([whole, changed])
-        for index in range(boundary + 1, len(tape.starts)):
+        for index in range(begin, len(tape.starts)):
             tail = jnp.asarray(tape.starts[index].recurrent.tails[layer])
             part, (_, _, text) = by_index[index], tape.part(index)
             states, effect = _local(
@@ -130,17 +133,18 @@ def integrated_gradients(
 
     Its difference from the measured effect is the completeness gap, which falls with ``steps``.
     """
-    S = jnp.asarray(tape.starts[boundary + 1].recurrent.S)
-    terms = direction_terms(S, directions)
-    layer, head, _ = (np.array(x) for x in zip(*directions, strict=True))
+    begin = segment_at(tape, boundary)
+    S = jnp.asarray(tape.starts[begin].recurrent.S)
+    terms = direction_terms(model.config, S, directions)
+    layer, head, _ = places(model.config, directions)
     worlds, total = np.arange(len(directions)), np.zeros(len(directions))
     for step in range(steps):
-        world = without(S, directions, share=(step + 0.5) / steps)
-        rest = extend(model, branch(tape, boundary + 1, world))
-        mask = np.repeat(scored[None, (boundary + 1) * tape.segment :], len(directions), axis=0)
+        world = without(model.config, S, directions, share=(step + 0.5) / steps)
+        rest = extend(model, branch(tape, begin, world))
+        mask = np.repeat(scored[None, boundary:], len(directions), axis=0)
         objective, inputs = objective_of("next_token", rest, mask, 0, 0)
         *_, start = pull_back(model, rest, objective, inputs, cotangents=1)
         into = start.state[0, layer, worlds, head]
         total -= np.asarray(jnp.einsum("xkv,xkv->x", into, terms, precision=HIGHEST), np.float64)
-    share = scored[(boundary + 1) * tape.segment :].sum() / scored.sum()
+    share = scored[boundary:].sum() / scored.sum()
     return total / steps * share

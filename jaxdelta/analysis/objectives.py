@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -107,8 +106,8 @@ def objective_of(
 
     def inputs(index: int) -> NextTokenInputs:
         shape = samples, B, size
-        key = jax.random.fold_in(jax.random.key(seed), index) if samples else None
-        uniforms = np.zeros(shape, np.float32) if key is None else jax.random.uniform(key, shape)
+        # numpy's, whose draws follow from seed and segment alone; jax's follow its settings.
+        uniforms = np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64))).random(shape, np.float32)
         return NextTokenInputs(part(tape.tokens[:, 1:], index), part(mask, index), total, uniforms)
 
     return NextToken(), inputs

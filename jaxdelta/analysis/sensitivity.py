@@ -2,9 +2,11 @@
 
 A gate on direction i of a state S = sum_i sigma_i u_i v_i^T multiplies its term; with G = dL/dS,
 
-    gate_i = dL/d(gate_i) at 1 = sigma_i u_i^T G v_i = (U^T G S^T U)_ii
+    gate_i = dL/d(gate_i) at 1 = sigma_i u_i^T G v_i
 
-U and V are constants: no SVD is differentiated. Within a block of equal singular values single gates depend on the basis
+u_i and v_i are constants: no SVD is differentiated. They are found in f64 (:mod:`jaxdelta.ops.directions`), so the faint ones
+count as the strong ones do, down to ``below_rounding``: there a direction is no more than the rounding of the f32 state, is
+kept, and is left out of rankings. Within a block of equal singular values single gates depend on the basis
 chosen and only their sum means something, so figures by rank are made from sums (:func:`tail_gate`, :func:`tail_fisher`).
 Where a state is only read, all its gates together scale o, which the norm after it cancels: their sum has almost no
 first-order signal.
@@ -29,18 +31,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xarray as xr
-from jaxtyping import Array, Float
 
+from jaxdelta.analysis.labels import head_coordinates, labelled
 from jaxdelta.analysis.objectives import LogitDifference, Loss, objective_of
 from jaxdelta.arguments import shown, whole_number
-from jaxdelta.dims import HIGHEST, Matrices
-from jaxdelta.interventions import Intervention, Truncate
+from jaxdelta.dims import HIGHEST
+from jaxdelta.interventions import Intervention, Truncate, check_intervention, started
 from jaxdelta.memory import reverse_fits
 from jaxdelta.models.decoder import Decoder, check_model
-from jaxdelta.ops.low_rank import has_gap, left_directions
+from jaxdelta.ops.directions import below_rounding, gates
+from jaxdelta.ops.low_rank import has_gap
 from jaxdelta.results import Results
 from jaxdelta.reverse import Pulled, Tape, pull_back, record
-from jaxdelta.segments import NonFiniteError, check_intervention, check_tokens
+from jaxdelta.segments import NonFiniteError, check_tokens
 from jaxdelta.tasks.documents import Document, identity
 
 GAUGE = (
@@ -77,7 +80,7 @@ def sensitivity(
         samples: labels drawn for the Fisher part; 0 leaves it out, and effects are of first order.
         seed: of the labels.
         intervention: at every boundary; derivatives go through it, the exact one of a truncation among them.
-        frozen_basis: take the directions that a truncation keeps for constants instead: not the derivative of the loss.
+        frozen_basis: take the directions that a truncation keeps as constants instead: not the derivative of the loss.
         max_length: places of the key/value cache; calls with the same share a compiled program.
         on_host: keep the boundaries' states in the host's memory.
         names: of the documents.
@@ -85,13 +88,13 @@ def sensitivity(
 
     Returns:
         A dataset of the objective's mean as ``loss`` (for "kl" the next-token loss), and over
-        (document, boundary, layer, head, direction) ``sigma``, ``gate``, ``fisher``, ``effect``; over
-        (document, token, layer, head) ``beta`` (with a ``step`` where n_h > 1) and ``log_decay``: dL/dbeta and dL/dg; over
-        (document, segment or boundary, layer, head) ``head_output`` and ``head_state``, derivatives of gates on a head's
-        output after its norm and on its carried state. ``*_sample`` hold the summed loss's derivative for each sampled
-        label. With a truncation, ``without_gap`` counts the states at a boundary whose exact derivative does not exist, and
-        is taken without the directions' turning. Boundaries are the tokens seen; ``layer`` counts linear layers,
-        ``model_layer`` stands beside it. NaN where a document has ended.
+        (document, boundary, layer, head, direction) ``sigma``, ``below_rounding``, ``gate``, ``fisher``, ``effect``; over
+        (document, token, layer, head) ``beta_sensitivity`` (with a ``step`` where n_h > 1) and ``g_sensitivity``: dL/dbeta
+        and dL/dg; over (document, segment or boundary, layer, head) ``head_output`` and ``head_state``, derivatives of
+        gates on a head's output after its norm and on its carried state. ``*_sample`` hold the summed loss's derivative for
+        each sampled label. With a truncation, ``without_gap`` counts the states at a boundary whose exact derivative does
+        not exist, and is taken without the directions' turning. Axes are those of :mod:`jaxdelta.analysis.labels`: ``layer``
+        is the model's layer, ``boundary`` the tokens seen. NaN where a document has ended.
 
     Raises:
         ValueError: no token is scored, a document is too short, or an argument is out of range.
@@ -100,8 +103,8 @@ def sensitivity(
     tokens, lengths, scored = as_batch(model, tokens, scored, segment, names=names)
     _check_options(loss, samples, intervention, frozen_basis)
     seed, max_length = whole_number("seed", seed), None if max_length is None else whole_number("max_length", max_length)
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed is {seed}; expected a number of 64 bits")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; expected a number from 0 to 2^64 - 1")
     drawn = 0 if isinstance(loss, LogitDifference) else samples
     if isinstance(loss, LogitDifference):
         for words in (loss.words, loss.others):
@@ -121,7 +124,7 @@ def sensitivity(
     for pulled in pull_back(model, tape, objective, inputs, cotangents=1 + drawn, frozen_basis=frozen_basis):
         collected.add(pulled)
         after_segment(2 * len(tape.starts) - 1 - pulled.index)
-    maps = _dataset(model, tape, collected, scored.sum(axis=1), loss, names)
+    maps = _dataset(model, tape, collected, scored.sum(axis=1), loss, seed, names)
     if isinstance(intervention, Truncate):
         maps.attrs["derivative"] = "frozen basis" if frozen_basis else "exact"
     return maps
@@ -153,9 +156,9 @@ def sensitivity_maps(
     _check_options(loss, samples, intervention, frozen_basis)
     for d in documents:
         as_batch(model, d.tokens, None, segment, names=[d.name])
-    if intervention is not None:
-        intervention.start(model.init_carry(1, 1))
     longest = max(len(d.tokens) for d in documents)
+    if intervention is not None:
+        started(intervention, model.init_carry(1, 1), range(segment, longest, segment))
     on_host = reverse_fits(
         model.config, dtype=model.dtype.name, segment=segment, max_length=longest, cotangents=1 + samples
     )
@@ -276,16 +279,7 @@ def as_batch(
     return batch, lengths, counts
 
 
-@jax.jit
-def gates(S: Matrices, G: Float[Array, "R *batch K V"]) -> tuple[Float[Array, "*batch D"], Float[Array, "R *batch D"]]:
-    """sigma of each direction of S, descending, and for each cotangent G the derivative for a gate on that direction."""
-    transposed = S.shape[-2] > S.shape[-1]
-    if transposed:  # the smaller side has a basis of as many directions as there can be
-        S, G = jnp.swapaxes(S, -1, -2), jnp.swapaxes(G, -1, -2)
-    U = left_directions(S)
-    SU = jnp.einsum("...kv,...ki->...vi", S, U, precision=HIGHEST)
-    GSU = jnp.einsum("r...kv,...vi->r...ki", G, SU, precision=HIGHEST)
-    return jnp.sqrt(jnp.sum(SU * SU, axis=-2)), jnp.sum(U * GSU, axis=-2)
+_gates = jax.jit(gates)
 
 
 class _Collected:
@@ -300,7 +294,7 @@ class _Collected:
         part = {"values": pulled.values, "beta": pulled.beta[0], "g": pulled.g[0], "head_output": pulled.output}
         if pulled.index:
             S = jnp.asarray(self.tape.starts[pulled.index].recurrent.S)
-            part["sigma"], part["gate"] = gates(S, pulled.state)
+            part["sigma"], part["gate"] = _gates(S, pulled.state)
             arriving, cut = self.tape.starts[pulled.index].arriving, self.tape.intervention
             if isinstance(cut, Truncate):
                 rank = self.tape.starts[pulled.index].memory.rank
@@ -351,7 +345,7 @@ def _where(valid: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, np.nan)
 
 
-def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: Loss, names) -> xr.Dataset:
+def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: Loss, seed: int, names) -> xr.Dataset:
     """Named arrays of a pull-back."""
     n = model.config.num_householder
 
@@ -361,12 +355,14 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
     per_head, per_token = ("document", "boundary", "layer", "head"), ("document", "token", "layer", "head")
     sigma = np.moveaxis(collected.stacked("sigma"), (0, 1, 2), (1, 2, 0))
     beta = first_order(collected.by_token("beta", n))
+    c = model.config
     found: dict[str, tuple] = {
         "sigma": ((*per_head, "direction"), collected.at_boundaries(sigma)),
+        "below_rounding": ((*per_head, "direction"), np.asarray(below_rounding(sigma, c.key_dim, c.value_dim))),
         "loss": (("document",), collected.stacked("values").sum(axis=(0, 2), dtype=np.float64) / count),
         "scored": (("document",), count),
-        "log_decay": (per_token, first_order(collected.by_token("g", 1)[..., 0])),
-        "beta": ((*per_token, "step"), beta) if n > 1 else (per_token, beta[..., 0]),
+        "g_sensitivity": (per_token, first_order(collected.by_token("g", 1)[..., 0])),
+        "beta_sensitivity": ((*per_token, "step"), beta) if n > 1 else (per_token, beta[..., 0]),
     }
     for name, stem, dims in (
         ("gate", "", (*per_head, "direction")),
@@ -385,8 +381,38 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
         found |= {name: (dims, first), f"{stem}effect": (dims, effect)}
     if isinstance(tape.intervention, Truncate):
         found["without_gap"] = (("document", "boundary"), collected.at_boundaries(collected.stacked("without_gap").T))
-    attrs = _attributes(loss, collected.samples, tape.segment)
-    return xr.Dataset(found, _coordinates(model, collected, names), attrs)
+    attrs = _attributes(loss, collected.samples, tape.segment, seed)
+    return labelled(xr.Dataset(found, _coordinates(model, collected, names), attrs), _words(attrs["unit"]))
+
+
+def _words(unit: str) -> dict[str, tuple[str, str]]:
+    """Long name and units of each variable."""
+    found = {
+        "sigma": ("singular value of the carried state", "1"),
+        "below_rounding": ("whether sigma is below the rounding of the f32 state", "1"),
+        "loss": ("mean of the objective over scored tokens", unit),
+        "scored": ("scored tokens", "tokens"),
+        "beta_sensitivity": ("derivative of the objective with respect to a write strength", unit),
+        "g_sensitivity": ("derivative of the objective with respect to a log-decay", unit),
+        "without_gap": ("states whose truncation has no gap, and no exact derivative", "states"),
+        "sample": ("label drawn by the model", "index"),
+        "step": ("Householder step of a token", "index"),
+    }
+    for name, stem, subject in (
+        ("gate", "", "a singular direction of a carried state"),
+        ("head_state", "head_state_", "a head's carried state"),
+        ("head_output", "head_output_", "a head's output after its norm, in a segment"),
+    ):
+        found |= {
+            name: (f"derivative of the objective with respect to a factor on {subject}", unit),
+            f"{name}_sample": (
+                f"derivative of the summed loss of drawn labels with respect to a factor on {subject}",
+                "nats",
+            ),
+            f"{stem}fisher": (f"Fisher information of a factor on {subject}", unit),
+            f"{stem}effect": (f"estimated rise of the objective when {subject} is removed", unit),
+        }
+    return found
 
 
 def _coordinates(model: Decoder, collected: _Collected, names: Sequence[str] | None) -> dict[str, Any]:
@@ -396,14 +422,12 @@ def _coordinates(model: Decoder, collected: _Collected, names: Sequence[str] | N
         "boundary": collected.boundaries,
         "segment": np.arange(tape.count),
         "token": np.arange(tape.lengths.max()),
-        "layer": np.arange(len(c.linear_layers)),
-        "model_layer": ("layer", list(c.linear_layers)),
-        "head": np.arange(c.num_value_heads),
+        **head_coordinates(c),
         "direction": np.arange(c.max_rank),
     }
 
 
-def _attributes(loss: Loss, samples: int, segment: int) -> dict[str, Any]:
+def _attributes(loss: Loss, samples: int, segment: int, seed: int) -> dict[str, Any]:
     difference = isinstance(loss, LogitDifference)
     without = "none: a logit difference has no Fisher part" if difference else "none: samples = 0"
     return {
@@ -413,6 +437,7 @@ def _attributes(loss: Loss, samples: int, segment: int) -> dict[str, Any]:
         "fisher": f"sampled labels, {samples} a token" if samples else without,
         "segment_tokens": segment,
         "samples": samples,
+        "seed": str(seed),
         "note": GAUGE,
         "validated": "no: compare with measured ablations before ranking by these numbers",
     }

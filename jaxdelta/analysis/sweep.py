@@ -218,7 +218,7 @@ def _as_documents(documents, model: Decoder) -> list[Document]:
     if isinstance(documents, list) and documents and np.isscalar(documents[0]) and not isinstance(documents[0], str):
         raise ValueError("documents is one row of token ids; expected a list of rows, such as [ids]")
     if not (isinstance(documents, list) and documents and isinstance(documents[0], Document)):
-        documents = tokenize(documents, model.tokenizer)
+        documents = tokenize(documents, model.tokenizer, vocab_size=model.config.vocab_size)
     names = [document.name for document in documents]
     if len(set(names)) < len(names):
         raise ValueError(f"documents share names: {sorted({n for n in names if names.count(n) > 1})}")

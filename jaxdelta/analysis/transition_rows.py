@@ -130,7 +130,7 @@ def distributions(ledger: xr.Dataset) -> xr.Dataset:
         "histogram": (("quantity", "layer", "head", "bin"), counts),
         "edges": (("quantity", "edge"), np.stack(list(EDGES.values()))),
     }
-    return xr.Dataset(found, {"quantity": list(EDGES), "model_layer": ledger.model_layer})
+    return xr.Dataset(found, {"quantity": list(EDGES), "layer": ledger.layer})
 
 
 def _of_tokens(ledger: xr.Dataset, name: str) -> Float[np.ndarray, "N A"]:
@@ -142,8 +142,8 @@ def _of_tokens(ledger: xr.Dataset, name: str) -> Float[np.ndarray, "N A"]:
 def _parts(ledger: xr.Dataset) -> Iterator[tuple[dict[str, int | None], xr.Dataset]]:
     """All heads, those of each layer, and each one."""
     yield {"layer": None, "head": None}, ledger
-    for layer, name in enumerate(ledger.model_layer.values):
+    for layer, name in enumerate(ledger.layer.values):
         yield {"layer": int(name), "head": None}, ledger.isel(layer=[layer])
-    for layer, name in enumerate(ledger.model_layer.values):
+    for layer, name in enumerate(ledger.layer.values):
         for head in range(ledger.sizes["head"]):
             yield {"layer": int(name), "head": head}, ledger.isel(layer=[layer], head=[head])

@@ -25,6 +25,7 @@ import xarray as xr
 from flax import nnx
 from jaxtyping import Float
 
+from jaxdelta.analysis.labels import head_coordinates, labelled
 from jaxdelta.analysis.windows import (
     ACTIVE,
     ANGLE_EDGES,
@@ -46,6 +47,34 @@ from jaxdelta.tasks.documents import Document, identity
 
 WINDOWS = (1, 4, 16, 64, 256, 1024, 4096)
 TAKEN_WHOLE = 256  # transitions of a document, at least one for each head
+
+WORDS = {  # long name and units of each variable
+    "g": ("log-decay of a token", "nats"),
+    "beta": ("write strength", "1"),
+    "key_norm2": ("squared norm of the key", "1"),
+    "eigenvalue": ("1 - beta |k|^2, eigenvalue of a factor along its key", "1"),
+    "change": ("singular value of A / alpha - I", "1"),
+    "real": ("eigenvalue of A / alpha, real part", "1"),
+    "imag": ("eigenvalue of A / alpha, imaginary part", "1"),
+    "whole_defect": ("largest |rho(A) / alpha - 1| of the transitions taken whole", "1"),
+    "whole_count": ("transitions taken whole, of each head", "transitions"),
+    "count": ("whole windows", "windows"),
+    "kept": ("singular value of the product over a window, decay apart, mean", "1"),
+    "changed": ("singular value of the product minus I, mean", "1"),
+    "frozen": ("directions that the product changes by no more than the tolerance, mean", "directions"),
+    "forgotten": ("directions that the product more than halves, mean", "directions"),
+    "log_decay": ("sum of the log-decays over a window, mean", "nats"),
+    "kept_smallest": ("smallest singular value of any window", "1"),
+    "kept_largest": ("largest singular value of any window", "1"),
+    "overlap": ("overlap of the subspaces of successive windows, mean", "1"),
+    "chance": ("overlap of random subspaces of as many dimensions, mean", "1"),
+    "apart": ("overlap of the subspaces of windows that are not successive, mean", "1"),
+    "pairs": ("pairs of successive windows that have such subspaces", "pairs"),
+    "pairs_apart": ("pairs of other windows that have such subspaces", "pairs"),
+    "angles": ("principal angles of successive windows in the bin", "angles"),
+    "step": ("Householder step of a token", "index"),
+    "active": ("active direction of a transition", "index"),
+}
 
 
 def ledger_of(
@@ -81,7 +110,7 @@ def ledger_of(
         their ``overlap`` (see :class:`~jaxdelta.analysis.windows.Mixing`), its ``chance`` for random subspaces of as many
         dimensions, and ``angles``, counts of principal angles in bins of degrees; ``apart``, the overlap of the
         ``pairs_apart`` that are not successive. ``count`` (document, window): whole windows, 0 where a document is too
-        short. ``layer`` counts linear layers, ``model_layer`` stands beside it.
+        short. ``layer`` is the model's layer, ``linear_layer`` its index among the linear ones.
 
     Raises:
         ValueError: no linear layer, no document, an empty one, two of a name, an id out of range, windows or segment out of
@@ -275,9 +304,7 @@ def _dataset(
     coords = {
         "document": [name],
         "token": np.arange(len(tokens["g"])),
-        "layer": np.arange(len(config.linear_layers)),
-        "model_layer": ("layer", list(config.linear_layers)),
-        "head": np.arange(config.num_value_heads),
+        **head_coordinates(config),
         "window": list(sums),
         "direction": np.arange(config.key_dim),
         "tolerance": list(frozen_tolerances(config.key_dim)),
@@ -291,4 +318,4 @@ def _dataset(
         "forgotten": f"sigma(P) < {FORGOTTEN}",
         "precision": "keys, write strengths and decays as the layer has them; everything from them in f64",
     }
-    return xr.Dataset(found, coords, attrs)
+    return labelled(xr.Dataset(found, coords, attrs), WORDS)

@@ -234,14 +234,6 @@ def _gap_at(sigma: Array, rank: Array) -> Array:
     return gap[..., 0] > GAP_TOLERANCE * jnp.finfo(sigma.dtype).eps * sigma[..., 0]
 
 
-def left_directions(S: Matrices) -> Float[Array, "*batch K K"]:
-    """Left singular vectors as columns, in descending order of sigma, from the Gram matrix.
-
-    In f32 directions below 3e-4 sigma_1 are mixed with one another, by rotations that leave their sums as they are.
-    """
-    return _gram_eigh(S / _scale(S))
-
-
 def _scale(S: Array) -> Array:
     """The largest absolute entry of each matrix, 1 for a zero matrix: states of 1e-20 and of 1e20 truncate alike."""
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(S), axis=(-2, -1), keepdims=True))

@@ -12,14 +12,13 @@ from flax import nnx
 from jaxdelta import segments
 from jaxdelta.analysis.objectives import LogitDifference, expected_and_sampled
 from jaxdelta.analysis.sensitivity import (
-    gates,
     sensitivity,
     tail_effect,
     tail_fisher,
     tail_gate,
 )
 from jaxdelta.interventions import Truncate, Zero
-from jaxdelta.ops.low_rank import left_directions
+from jaxdelta.ops.directions import gates
 from jaxdelta.segments import log_normalizer
 from tests import plain
 from tests.helpers import matrices_of_spectrum, orthonormal_columns
@@ -153,7 +152,7 @@ def slope_of_push(config, name: str, entry, scored) -> float:
 
 @pytest.mark.parametrize(("layer", "token", "head"), [(0, 0, 1), (0, 9, 0), (1, 4, 0), (1, 17, 1), (0, 20, 1)], ids=str)
 def test_write_strength_and_decay_of_a_token_are_central_differences(maps, layer, token, head):
-    for name, of in (("beta", "beta"), ("log_decay", "g")):
+    for name, of in (("beta_sensitivity", "beta"), ("g_sensitivity", "g")):
         found = maps[name].values[0, token, layer, head]
         np.testing.assert_allclose(found, slope_of_push(QWEN, of, (layer, token, head), EVERY), **TOLERANCE)
 
@@ -161,16 +160,16 @@ def test_write_strength_and_decay_of_a_token_are_central_differences(maps, layer
 @pytest.mark.parametrize(("token", "head"), [(2, 0), (10, 1), (19, 0)], ids=str)
 def test_every_write_of_a_token_and_its_one_decay_are_central_differences(product, token, head):
     for step in (0, 1):
-        found = product.beta.values[0, token, 0, head, step]
+        found = product.beta_sensitivity.values[0, token, 0, head, step]
         np.testing.assert_allclose(found, slope_of_push(PRODUCT, "beta", (0, 2 * token + step, head), MASK), **TOLERANCE)
-    found = product.log_decay.values[0, token, 0, head]
+    found = product.g_sensitivity.values[0, token, 0, head]
     np.testing.assert_allclose(found, slope_of_push(PRODUCT, "g", (0, token, head), MASK), **TOLERANCE)
 
 
 def test_the_decay_of_a_segments_first_token_is_a_factor_on_the_state_it_reads(maps, product):
     """exp(g) S: dL/dg = <S, dL/dS>."""
     for x in (maps, product):
-        at = x.log_decay.sel(token=x.boundary.values)
+        at = x.g_sensitivity.sel(token=x.boundary.values)
         for row, boundaries in zip(range(x.sizes["document"]), (4, 2), strict=False):
             expected = x.head_state.values[row, :boundaries]
             np.testing.assert_allclose(at.values[row, :boundaries], expected, rtol=1e-9, atol=1e-13)
@@ -266,7 +265,7 @@ def test_forgotten_states_have_no_gates():
     x = first_order(intervention=Zero())
     for name in ("sigma", "gate", "head_state", "effect"):
         assert (x[name] == 0).all(), name
-    assert np.isfinite(x.beta).all() and (x.beta != 0).any()
+    assert np.isfinite(x.beta_sensitivity).all() and (x.beta_sensitivity != 0).any()
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["exact", "frozen basis"])
@@ -282,11 +281,6 @@ def test_a_head_that_writes_nothing_has_no_gates_and_no_gap_where_it_is_cut(froz
         assert (x[name].isel(layer=1, head=1) == 0).all(), name
         assert (x[name].isel(layer=1, head=0) != 0).any() and np.isfinite(x[name]).all(), name
     assert x.attrs["derivative"] == ("frozen basis" if frozen else "exact")
-
-
-def test_left_directions_are_orthonormal_at_equal_singular_values():
-    U = left_directions(jnp.asarray(matrices_of_spectrum(1, [2.0, 2.0, 0.0], 3, 5, (4,))))
-    np.testing.assert_allclose(np.swapaxes(U, -1, -2) @ U, np.broadcast_to(np.eye(3), U.shape), atol=1e-12)
 
 
 # Fisher information
@@ -368,7 +362,7 @@ def test_labels_follow_from_the_seed(maps):
 
 def test_the_divergence_from_the_untouched_model_has_no_first_order_and_the_same_fisher(maps):
     kl = sensitivity(plain.model(), TEXT, SEGMENT, samples=SAMPLES, loss="kl")
-    for name in ("gate", "head_state", "head_output", "beta", "log_decay"):
+    for name in ("gate", "head_state", "head_output", "beta_sensitivity", "g_sensitivity"):
         assert (kl[name] == 0).all(), name
     for name in ("fisher", "head_state_fisher", "head_output_fisher", "gate_sample", "sigma"):
         np.testing.assert_array_equal(kl[name], maps[name])
@@ -419,13 +413,13 @@ def test_states_that_no_scored_token_reads_have_no_gates():
     x = first_order(scored=scored).isel(document=0)
     assert (x.gate[0] != 0).any() and (x.gate[1:] == 0).all()
     assert (x.head_output[:2] != 0).all() and (x.head_output[2:] == 0).all()
-    assert (x.beta[:10] != 0).any() and (x.beta[10:] == 0).all() and (x.log_decay[10:] == 0).all()
+    assert (x.beta_sensitivity[:10] != 0).any() and (x.beta_sensitivity[10:] == 0).all() and (x.g_sensitivity[10:] == 0).all()
 
 
 def test_masks_add_up():
     """Mean losses over two sets of tokens, weighted by their numbers, are that over both."""
     parts, whole = [first_order(scored=m) for m in (MASK, ~MASK)], first_order()
-    for name in ("gate", "head_output", "beta", "log_decay", "loss"):
+    for name in ("gate", "head_output", "beta_sensitivity", "g_sensitivity", "loss"):
         total = sum(part[name] * part.scored for part in parts) / whole.scored
         np.testing.assert_allclose(total.transpose(*whole[name].dims), whole[name], rtol=1e-9, atol=1e-13)
 
@@ -434,7 +428,7 @@ def test_documents_together_are_each_alone(product):
     for row, (text, mask) in enumerate(((TEXT, MASK), (SHORT, EVERY[: len(SHORT) - 1]))):
         one = sensitivity(plain.model(PRODUCT), text, SEGMENT, scored=mask, samples=0, max_length=5 * SEGMENT)
         both = product.isel(document=[row])
-        for name in ("sigma", "gate", "head_state", "head_output", "beta", "log_decay", "loss"):
+        for name in ("sigma", "gate", "head_state", "head_output", "beta_sensitivity", "g_sensitivity", "loss"):
             sizes = {d: slice(n) for d, n in one[name].sizes.items()}
             np.testing.assert_allclose(one[name], both[name].isel(sizes), rtol=1e-8, atol=1e-12, err_msg=name)
 
@@ -446,11 +440,11 @@ def test_what_lies_beyond_the_end_of_a_document_is_nan(product):
         assert np.isfinite(ended[name][:2]).all() and np.isnan(ended[name][2:]).all(), name
     for name in ("head_output", "head_output_fisher", "head_output_effect"):
         assert np.isfinite(ended[name][:3]).all() and np.isnan(ended[name][3:]).all(), name
-    for name in ("beta", "log_decay"):
+    for name in ("beta_sensitivity", "g_sensitivity"):
         assert np.isfinite(ended[name][:12]).all() and np.isnan(ended[name][12:]).all(), name
     for name in ("gate_sample", "head_state_sample"):
         assert np.isfinite(ended[name][:, :2]).all() and np.isnan(ended[name][:, 2:]).all(), name
-    assert all(np.isfinite(product[name][0]).all() for name in ("sigma", "gate", "beta", "log_decay", "head_output"))
+    assert all(np.isfinite(product[name][0]).all() for name in ("sigma", "gate", "beta_sensitivity", "g_sensitivity", "head_output"))
     for tail in (tail_gate, tail_fisher, tail_effect):
         assert np.isfinite(tail(ended)[:2]).all() and np.isnan(tail(ended)[2:]).all()
 
@@ -479,8 +473,9 @@ def test_arrays_have_names_dimensions_and_coordinates(product):
         "head_output_fisher": ("document", "segment", "layer", "head"),
         "head_output_effect": ("document", "segment", "layer", "head"),
         "head_output_sample": ("sample", "document", "segment", "layer", "head"),
-        "beta": ("document", "token", "layer", "head", "step"),
-        "log_decay": ("document", "token", "layer", "head"),
+        "below_rounding": (*where, "direction"),
+        "beta_sensitivity": ("document", "token", "layer", "head", "step"),
+        "g_sensitivity": ("document", "token", "layer", "head"),
         "loss": ("document",),
         "scored": ("document",),
     }
@@ -493,9 +488,10 @@ def test_arrays_have_names_dimensions_and_coordinates(product):
     assert product.attrs["effect"] == "-gate + fisher / 2"
 
 
-def test_layers_are_counted_among_linear_layers_and_stand_beside_their_place_in_the_model(maps):
-    assert maps.layer.values.tolist() == [0, 1] and maps.model_layer.values.tolist() == [0, 2]
-    assert maps.beta.dims == ("document", "token", "layer", "head")
+def test_a_layer_is_the_models_and_its_index_among_linear_layers_stands_beside_it(maps):
+    assert maps.layer.values.tolist() == [0, 2] and maps.linear_layer.values.tolist() == [0, 1]
+    assert maps.sel(layer=2).linear_layer == 1
+    assert maps.beta_sensitivity.dims == ("document", "token", "layer", "head")
     assert maps.document.values.tolist() == [0]
 
 

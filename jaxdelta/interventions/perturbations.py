@@ -1,17 +1,12 @@
-"""Interventions on the carried state at boundaries.
+"""Perturbations of the carried states: scale, project, zero, filter, quantise, replace by noise, swap.
 
-An intervention maps (carry, memory) to (carry, memory, record). Its memory holds all its arrays: what it was asked for (the
-ranks) and what it keeps between boundaries (a warm-start basis), none of which is part of the model. The object itself is
-hashable and holds only what shapes the compiled program, so that runs which differ in ranks alone share one.
-
-Every row of the batch is a world of its own: a document under its own ranks, factors or choice of heads over [layer, head].
-:class:`Truncate` cuts; the perturbations beside it scale, project, zero, filter, quantise, replace by noise or swap, where
-and when they are told to; :class:`NoOp` is the control that only has the boundaries.
+Each is applied where and when it is told to; :class:`NoOp` is the control that only has the boundaries.
 """
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,87 +15,20 @@ from jaxtyping import Array
 
 from jaxdelta.dims import HIGHEST, AnyArray
 from jaxdelta.models.decoder import Carry, states, with_states
-from jaxdelta.ops import low_rank
+from jaxdelta.ops.directions import scaled
 from jaxdelta.ops.soft_filter import soft_filter
 from jaxdelta.ops.spectra import singular_values
 
 
-@runtime_checkable
-class Intervention(Protocol):
-    """What a segmented run asks of an intervention."""
-
-    def start(self, carry: Carry) -> tuple["Intervention", Any]:
-        """The intervention with all that shapes the compiled program settled, and the memory before the first boundary."""
-        ...
-
-    def __call__(self, carry: Carry, memory: Any) -> tuple[Carry, Any, Any]:
-        """The carry handed on, the memory kept, and a record of what was done."""
-        ...
-
-
-class TruncateMemory(NamedTuple):
-    """``rank``: Int[L B H]; ``basis``: Float[L B H K Q], left singular vectors at the last boundary."""
-
-    rank: Array
-    basis: Array
-
-
-class TruncateRecord(NamedTuple):
-    """What one boundary did.
-
-    Attributes:
-        missed: Float[B], worst estimate over heads of the energy missed by the kept directions, over the energy kept.
-        rounds: Int[], rounds of subspace iteration; MAX_ROUNDS + 1 says that eigh took over.
-    """
-
-    missed: Array
-    rounds: Array
-
-
-@dataclass(frozen=True)
-class Truncate:
-    """Keep the leading singular directions of every state; what a segment reads of the text before it is what it can claim.
-
-    Attributes:
-        rank: directions kept, an int array broadcast over [B, L, H] (rows, linear layers in depth order, value heads);
-            min(K, V) leaves a head untouched.
-        method: see :func:`jaxdelta.ops.low_rank.truncate`.
-        max_rank: static bound of ``rank``; None takes the largest rank below min(K, V).
-
-    Raises:
-        ValueError: from ``start``, for a rank out of bounds.
-    """
-
-    rank: np.ndarray | int = field(compare=False)
-    method: low_rank.Method | None = None
-    max_rank: int | None = None
-
-    def start(self, carry: Carry) -> tuple["Truncate", TruncateMemory]:
-        L, (B, H, K, V) = len(states(carry)), states(carry)[0].shape
-        max_rank = low_rank.largest_rank(self.rank, min(K, V)) if self.max_rank is None else self.max_rank
-        low_rank.check_ranks(self.rank, min(K, V), max_rank)
-        method = self.method or low_rank.choose_method(max_rank, min(K, V))
-        rank = np.moveaxis(np.broadcast_to(np.asarray(self.rank, np.int32), (B, L, H)), 0, 1)
-        basis = low_rank.initial_basis((L, B, H, K, V), max_rank, method, states(carry)[0].dtype)
-        basis = basis if method == "subspace" else basis[..., :0]  # the exact methods start from nothing
-        return replace(self, method=method, max_rank=max_rank), TruncateMemory(jnp.asarray(rank), basis)
-
-    def frozen(self, S: Array, memory: TruncateMemory) -> Array:
-        """The cut of states [L, B, H, K, V] with its directions as constants: of this the frozen-basis derivative is."""
-        U = jax.lax.stop_gradient(low_rank.left_directions(S))
-        kept = U * (jnp.arange(U.shape[-1]) < memory.rank[..., None])[..., None, :]
-        cut = jnp.einsum("...ki,...ji,...jv->...kv", kept, kept, S, precision=HIGHEST)
-        return jnp.where((memory.rank == min(S.shape[-2:]))[..., None, None], S, cut)
-
-    def __call__(self, carry: Carry, memory: TruncateMemory) -> tuple[Carry, TruncateMemory, TruncateRecord]:
-        S = jnp.stack(states(carry))  # one call: several batched LAPACK calls in one program can deadlock a CPU
-        cut = low_rank.truncation(S, memory.rank, method=self.method, max_rank=self.max_rank, basis=memory.basis)
-        record = TruncateRecord(jnp.max(cut.missed, axis=(0, 2)), cut.rounds)
-        return with_states(carry, list(cut.state)), TruncateMemory(memory.rank, cut.basis), record
-
-
 class PerturbationMemory(NamedTuple):
-    """``index``: Int[], of this boundary; ``where``: Bool[L B H]; ``at``: Int[n] boundaries, -1 is all; ``own``: any."""
+    """What a perturbation keeps.
+
+    Attributes:
+        index: Int[], of this boundary, 0 the first.
+        where: Bool[L B H].
+        at: Int[n], indices of boundaries; -1 is all.
+        own: what ``prepare`` and ``change`` keep.
+    """
 
     index: Array
     where: Array
@@ -114,19 +42,21 @@ class Perturbation:
 
     Attributes:
         where: Bool, broadcast over [B, L, H] (rows, linear layers in depth order, value heads).
-        at: boundaries by index, 0 the first; None is all.
+        at: the boundary, or several, in tokens seen; None is all.
+
+    Raises:
+        ValueError: from ``start``, for a boundary that the run does not have, or arrays that do not fit its states.
+        TypeError: from ``start``, for an ``at`` that is no whole number.
     """
 
     where: np.ndarray | bool = field(default=True, compare=False, kw_only=True)
-    at: Sequence[int] | None = field(default=None, compare=False, kw_only=True)
+    at: int | Sequence[int] | None = field(default=None, compare=False, kw_only=True)
 
-    def start(self, carry: Carry) -> tuple["Perturbation", PerturbationMemory]:
+    def start(self, carry: Carry, boundaries: Sequence[int] = ()) -> tuple["Perturbation", PerturbationMemory]:
         S = jnp.stack(states(carry))
         where = by_head(self.where, S, bool)
-        at = np.array([-1] if self.at is None else list(self.at), np.int32)
-        if self.at is not None and (at < 0).any():
-            raise ValueError(f"at is {list(self.at)}; expected boundaries by index, 0 the first")
-        return self, PerturbationMemory(jnp.zeros((), jnp.int32), where, jnp.asarray(at), self.prepare(S))
+        at = jnp.asarray([-1] if self.at is None else indices(self.at, boundaries), jnp.int32)
+        return self, PerturbationMemory(jnp.zeros((), jnp.int32), where, at, self.prepare(S))
 
     def __call__(self, carry: Carry, memory: PerturbationMemory) -> tuple[Carry, PerturbationMemory, None]:
         S = jnp.stack(states(carry))
@@ -139,12 +69,33 @@ class Perturbation:
         return with_states(carry, list(S)), memory._replace(index=memory.index + 1, own=own), None
 
     def prepare(self, S: Array) -> Any:
-        """What the perturbation keeps, from states [L, B, H, K, V] before the first boundary."""
+        """What the perturbation keeps, from states [L, B, H, K, V] before the first boundary.
+
+        Here, and not in ``change``, fields declared ``compare=False`` are read. Raises ValueError where they do not fit.
+        """
         return None
 
     def change(self, S: Array, own: Any, index: Array) -> tuple[Array, Any]:
         """The perturbed states, and what is kept for the next boundary: ``own`` itself, or new arrays [L, B, H, ...]."""
         raise NotImplementedError
+
+
+def indices(at: int | Sequence[int], boundaries: Sequence[int]) -> list[int]:
+    """The index of each boundary of ``at``, which counts tokens seen.
+
+    Raises:
+        ValueError: the run has no such boundary.
+        TypeError: it is no whole number.
+    """
+    wanted = [operator.index(x) for x in (at if np.iterable(at) else [at])]
+    found = [int(x) for x in boundaries]
+    missing = [x for x in wanted if x not in found]
+    if missing:
+        run = f"{found[0]} to {found[-1]}, every {found[0]} tokens" if found else "none"
+        raise ValueError(
+            f"at is {wanted}, in tokens seen; the run has no boundary at {missing[0]}: its boundaries are {run}"
+        )
+    return [found.index(x) for x in wanted]
 
 
 def by_head(value: Any, S: Array, dtype) -> Array:
@@ -175,7 +126,7 @@ class Zero(Perturbation):
 class Scale(Perturbation):
     """Multiply singular directions by ``factors``, broadcast over [B, L, H, directions], the largest sigma first.
 
-    Derivatives take the directions as constants (frozen basis).
+    Exact in the faint directions too. Derivatives take the directions as constants (frozen basis).
     """
 
     factors: AnyArray = field(compare=False)
@@ -189,11 +140,7 @@ class Scale(Perturbation):
         return jnp.asarray(np.moveaxis(np.broadcast_to(factors, (B, L, H, directions)), 0, 1))
 
     def change(self, S, own, index):
-        transposed = S.shape[-2] > S.shape[-1]
-        A = jnp.swapaxes(S, -1, -2) if transposed else S
-        U = jax.lax.stop_gradient(low_rank.left_directions(A))
-        A = jnp.einsum("...ki,...i,...ji,...jv->...kv", U, own, U, A, precision=HIGHEST)
-        return (jnp.swapaxes(A, -1, -2) if transposed else A), own
+        return scaled(S, own), own
 
 
 @dataclass(frozen=True)
@@ -245,14 +192,15 @@ class Noise(Perturbation):
     seed: int = field(default=0, compare=False)
 
     def prepare(self, S):
-        return jax.random.key(self.seed)
+        return jax.random.key(self.seed, impl="threefry2x32")  # whatever jax's settings, the same noise
 
     def change(self, S, own, index):
         K, V = S.shape[-2:]
         n = min(K, V)
         sigma = singular_values(S)
         # One factorization of both sides: several in one program can deadlock a CPU. Missing rows are zero.
-        gauss = jax.random.normal(jax.random.fold_in(own, index), (2, *S.shape[:-2], max(K, V), n), S.dtype)
+        with jax.threefry_partitionable(True):
+            gauss = jax.random.normal(jax.random.fold_in(own, index), (2, *S.shape[:-2], max(K, V), n), S.dtype)
         rows = jnp.arange(max(K, V))[:, None] < jnp.array([K, V]).reshape(2, *(1,) * (S.ndim - 2), 1, 1)
         gauss, sigma = jax.lax.optimization_barrier((jnp.where(rows, gauss, 0), sigma))
         Q, R = jnp.linalg.qr(gauss)

@@ -1,0 +1,51 @@
+"""One meaning of each axis, in every table and dataset, and words for every variable.
+
+layer          the model's layer                linear_layer   its index among the linear layers
+head           value head                       direction      of a state, the largest sigma first
+boundary       tokens seen when it is passed    segment        index, 0 the first
+token          index in its document            document       name
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from jaxdelta.models.config import DecoderConfig
+
+COORDINATES = {
+    "document": ("document", "name"),
+    "boundary": ("boundary between segments", "tokens seen"),
+    "segment": ("segment", "index"),
+    "token": ("token of the document", "index"),
+    "layer": ("layer of the model", "index"),
+    "linear_layer": ("layer among the linear layers", "index"),
+    "head": ("value head", "index"),
+    "direction": ("singular direction, the largest sigma first", "index"),
+    "window": ("length of a window", "tokens"),
+    "tolerance": ("relative change up to which a direction counts as frozen", "1"),
+    "kind": ("subspace of a window", "name"),
+    "angle": ("principal angle, middle of its bin", "degrees"),
+}
+
+
+def head_coordinates(config: DecoderConfig) -> dict[str, Any]:
+    """Coordinates of arrays over linear layers and value heads: ``layer``, with ``linear_layer`` beside it, and ``head``."""
+    return {
+        "layer": list(config.linear_layers),
+        "linear_layer": ("layer", np.arange(len(config.linear_layers))),
+        "head": np.arange(config.num_value_heads),
+    }
+
+
+def labelled(data: xr.Dataset, words: Mapping[str, tuple[str, str]]) -> xr.Dataset:
+    """``data`` with the ``long_name`` and ``units`` of every variable and coordinate.
+
+    Raises:
+        KeyError: a variable without words.
+    """
+    for name, variable in data.variables.items():
+        long_name, units = (words | COORDINATES)[name]
+        variable.attrs |= {"long_name": long_name, "units": units}
+    return data

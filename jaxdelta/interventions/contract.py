@@ -1,0 +1,169 @@
+"""What an intervention is, and how runs share its compiled programs without mixing up its values.
+
+An intervention maps (carry, memory) to (carry, memory, record) at every boundary, inside a compiled function. Whatever the
+function reads from the object becomes a constant of the program, so two objects may only share a program where they agree
+in all of it. Hence:
+
+* objects of a frozen dataclass share programs where their fields are equal. Fields declared ``compare=False`` are left out
+  of that: their values reach the program through the memory that ``start`` returns; to read one in the compiled part is an
+  error;
+* anything else (a class with its own ``__init__``, attributes set on the side, fields that hold functions or other
+  objects) says nothing that could be checked: its program is compiled anew for every run.
+"""
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxdelta.arguments import shown
+from jaxdelta.models.decoder import Carry
+
+FIXED = (bool, int, float, complex, str, bytes, Enum, type, np.generic, np.dtype)  # values that stay what they are
+
+
+@runtime_checkable
+class Intervention(Protocol):
+    """What a segmented run asks of an intervention."""
+
+    def start(self, carry: Carry, boundaries: Sequence[int]) -> tuple["Intervention", Any]:
+        """The intervention with all that shapes the compiled program settled, and the memory before the first boundary.
+
+        ``boundaries`` are the tokens seen at each boundary of the run. It may be left out of the signature.
+        """
+        ...
+
+    def __call__(self, carry: Carry, memory: Any) -> tuple[Carry, Any, Any]:
+        """The carry handed on, the memory kept, and a record of what was done."""
+        ...
+
+
+def started(intervention: Intervention, carry: Carry, boundaries: Iterable[int]) -> tuple["Intervention", Any]:
+    """The intervention as compiled functions may be keyed by it, and its memory before the first boundary.
+
+    Raises:
+        TypeError: it is no intervention, or a field that tells programs apart cannot be hashed.
+        ValueError: what it was asked for does not fit the carry or the boundaries.
+    """
+    check_intervention(intervention)
+    boundaries = tuple(map(int, boundaries))
+    try:
+        inspect.signature(intervention.start).bind(carry, boundaries)
+    except TypeError:
+        settled, memory = intervention.start(carry)
+    else:
+        settled, memory = intervention.start(carry, boundaries)
+    settled = _sealed(settled)
+    try:
+        hash(settled)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(intervention).__name__} tells its programs apart by a field that has no hash ({error}); "
+            "declare it field(compare=False) and hand its value to the program in the memory that start returns"
+        ) from None
+    return settled, memory
+
+
+def check_intervention(intervention: Any) -> None:
+    """TypeError for what is no intervention, a function or a class for example; None is the run without one."""
+    if intervention is not None and (isinstance(intervention, type) or not isinstance(intervention, Intervention)):
+        raise TypeError(
+            f"intervention is {shown(intervention)}; expected an object with start(carry, boundaries) and "
+            "__call__(carry, memory), such as Truncate(4)"
+        )
+
+
+def _sealed(intervention: Any) -> Any:
+    """A copy without hidden fields that equals its like, where that can be known; else one that equals itself alone."""
+    if not _is_declared(intervention):
+        return _Alone(intervention)
+    sealed = object.__new__(_sealed_class(type(intervention)))
+    for name, value in _shaping(intervention).items():
+        object.__setattr__(sealed, name, _sealed_value(value))
+    return sealed
+
+
+def _sealed_value(value: Any) -> Any:
+    """Of a field: interventions inside of it, alone or in a tuple, are sealed as well."""
+    if type(value) is tuple:
+        return tuple(map(_sealed_value, value))
+    return _sealed(value) if isinstance(value, Intervention) and not isinstance(value, type) else value
+
+
+def _is_declared(intervention: Any) -> bool:
+    """Whether all that an object can tell the program is in fields that cannot change."""
+    cls = type(intervention)
+    if not is_dataclass(cls) or not cls.__dataclass_params__.frozen or "__dataclass_fields__" not in vars(cls):
+        return False
+    beside = set(getattr(intervention, "__dict__", {})) - {f.name for f in fields(cls)}
+    return not beside and all(map(_is_fixed, _shaping(intervention).values()))
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value stays what it is; one without a hash is for the caller to refuse."""
+    if type(value) in (tuple, frozenset):
+        return all(map(_is_fixed, value))
+    if isinstance(value, Intervention) and not isinstance(value, type):
+        return True  # sealed in its turn
+    return value is None or isinstance(value, FIXED) or type(value).__hash__ is None
+
+
+def _shaping(intervention: Any) -> dict[str, Any]:
+    return {f.name: getattr(intervention, f.name) for f in fields(intervention) if f.compare}
+
+
+class _Sealed:
+    """Equality and hash of all that a sealed object holds, whatever its own class says of them."""
+
+    def __eq__(self, other):
+        return type(self) is type(other) and _identity(vars(self)) == _identity(vars(other))
+
+    def __hash__(self):
+        return hash((type(self), _identity(vars(self))))
+
+    def __repr__(self):
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+def _identity(value: Any) -> Any:
+    """A value beside its type: 1, 1.0 and True are equal and make different programs, and so do 0.0 and -0.0."""
+    if isinstance(value, dict):
+        return tuple((name, _identity(x)) for name, x in value.items())
+    if type(value) is tuple:
+        return tuple(map(_identity, value))
+    return type(value), repr(value) if isinstance(value, float | complex) else value
+
+
+@cache
+def _sealed_class(cls: type) -> type:
+    """A subclass in which fields declared ``compare=False`` cannot be read."""
+
+    def hidden(name: str) -> property:
+        def read(self):
+            raise TypeError(
+                f"{cls.__name__}.{name} is declared compare=False, so objects that differ in it share a compiled program, "
+                "which must not read it: hand its value on in the memory that start (of a Perturbation: prepare) returns, "
+                "or declare it without compare=False"
+            )
+
+        return property(read)
+
+    names = {f.name: hidden(f.name) for f in fields(cls) if not f.compare}
+    return type(cls.__name__, (_Sealed, cls), names | {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+class _Alone:
+    """An intervention whose programs are compiled for one run: nothing is known of what it reads from itself."""
+
+    def __init__(self, intervention: Intervention):
+        self._intervention = intervention
+
+    def __call__(self, carry: Carry, memory: Any) -> tuple[Carry, Any, Any]:
+        return self._intervention(carry, memory)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._intervention, name)

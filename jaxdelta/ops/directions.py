@@ -1,0 +1,183 @@
+"""Singular directions of states, right down to the faint ones.
+
+    S = sum_i u_i (sigma_i v_i)^T,   i = 1 .. min(K, V)          u_i: key directions, K long; v_i: value directions, V long
+
+A carried state decays over many orders of magnitude, and in f32 neither the Gram matrix S S^T (noise below 3e-4 sigma_1)
+nor an SVD (below 1e-5 sigma_1) knows its faint directions. Here everything runs in f64, whatever jax's setting, and is
+rounded once at the end:
+
+    U from eigh(S S^T),   B = U^T S,   sigma_i = |B_i|,   sigma_i v_i = B_i
+
+The Gram matrix is off by about eps sigma_1^2, so directions mix by eps (sigma_1 / sigma)^2. How far the rows of B are from
+orthogonal tells by how much; where it is more than ``MIXED``, the rows below ``FAINT`` sigma_1 are taken apart once more by
+the eigh of their own Gram matrix, whose error is relative to the largest of them. No SVD is called: on a GPU it would be
+many sweeps of small rotations.
+
+Half a unit in the last place of the state itself moves sigma_i by eps(f32) sigma_1: :func:`below_rounding` says which
+directions of an f32 state are no more than its rounding.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Bool, Float, Shaped
+
+from jaxdelta.dims import HIGHEST, AnyArray, Matrices, accumulation_dtype
+
+FAINT = 1e-3  # of sigma_1; from here down a second Gram matrix holds what the first one lost
+FAINTEST = 1e-6  # of sigma_1; what lies below may stay mixed
+MIXED = 1e-5  # sum of a direction's cosines with the others; sigma is off by less
+
+
+class Directions(NamedTuple):
+    """A state as the sum of ``U[:, i] right[i]``, the largest sigma first; constants under differentiation.
+
+    Attributes:
+        U: Float[*batch K D], left singular vectors (key directions), D = min(K, V).
+        sigma: Float[*batch D], descending.
+        right: Float[*batch D V], sigma_i v_i^T.
+    """
+
+    U: Array
+    sigma: Array
+    right: Array
+
+
+def directions(S: Matrices) -> Directions:
+    """The singular directions of every K x V matrix of ``S``, in its dtype (f32 or wider).
+
+    Inside a block of equal singular values the vectors are some orthonormal basis of the block.
+    """
+    return _directions(_wide(S))
+
+
+def scaled(S: Matrices, factors: Shaped[AnyArray, "..."]) -> Matrices:
+    """S with direction i multiplied by ``factors[..., i]``, which broadcast over the leading axes.
+
+    The derivative takes the directions as constants:
+
+        d scaled = sum_i (factor_i u_i u_i^T dS + d factor_i u_i sigma_i v_i^T)
+    """
+    S = _wide(S)
+    factors = jnp.broadcast_to(jnp.asarray(factors, S.dtype), (*S.shape[:-2], min(S.shape[-2:])))
+    U, exact = _scaled(S, factors)
+    linear = _mm(U, factors[..., None] * _mm(jnp.swapaxes(U, -1, -2), S))
+    return linear + jax.lax.stop_gradient(exact - linear)  # in f32 products with U lose what is faint
+
+
+def gates(S: Matrices, G: Float[AnyArray, "R *batch K V"]) -> tuple[Float[Array, "*batch D"], Float[Array, "R *batch D"]]:
+    """sigma of each direction of S, descending, and for each cotangent G the derivative for a gate on that direction.
+
+    gate_i = sigma_i u_i^T G v_i, for D = min(K, V) directions; constants under differentiation.
+    """
+    S = _wide(S)
+    sigma, found = _gates(S, jnp.moveaxis(jnp.asarray(G, S.dtype), 0, -3))
+    return sigma, jnp.moveaxis(found, -2, 0)
+
+
+def below_rounding(sigma: Float[AnyArray, "*batch D"], K: int, V: int) -> Bool[AnyArray, "*batch D"]:
+    """Which directions of f32 states [K, V] are below max(K, V) eps(f32) sigma_1, the rounding of the state itself."""
+    return sigma < max(K, V) * float(jnp.finfo(jnp.float32).eps) * sigma[..., :1]
+
+
+def _wide(S: Matrices) -> Array:
+    S = jnp.asarray(S)
+    return S.astype(accumulation_dtype(S))
+
+
+def _in_f64(function: Callable) -> Callable:
+    """``function`` of matrices computed in f64 and rounded to their dtype, with zero derivatives.
+
+    A region of another precision cannot be batched or differentiated from outside, so it says itself how: its functions
+    take any leading axes.
+    """
+
+    @custom_vmap
+    def region(*arrays: Array):
+        with jax.enable_x64(True):
+            found = function(*(x.astype(jnp.float64) for x in arrays))
+            return jax.tree.map(lambda x: x.astype(arrays[0].dtype), found)
+
+    @region.def_vmap
+    def batched(size, is_batched, *arrays):
+        every = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, is_batched, strict=True)]
+        found = region(*every)
+        return found, jax.tree.map(lambda _: True, found)
+
+    @jax.custom_jvp
+    def constant(*arrays: Array):
+        return region(*arrays)
+
+    @constant.defjvp
+    def derivative(primals, tangents):
+        found = constant(*primals)
+        return found, jax.tree.map(jnp.zeros_like, found)
+
+    return constant
+
+
+@_in_f64
+def _directions(S: Array) -> Directions:
+    largest = jnp.max(jnp.abs(S), axis=(-2, -1), keepdims=True)
+    largest = jnp.where(largest > 0, largest, 1.0)
+    S = S / largest
+    U = _eigenvectors(_mm(S, jnp.swapaxes(S, -1, -2)))
+    B = _mm(jnp.swapaxes(U, -1, -2), S)
+    U, B = jax.lax.cond(_is_mixed(B), _taken_apart, lambda U, B: (U, B), U, B)
+    sigma = _norms(B)
+    order = jnp.argsort(-sigma, axis=-1, stable=True)[..., : min(S.shape[-2:])]
+    sigma = jnp.take_along_axis(sigma, order, -1)
+    U, B = jnp.take_along_axis(U, order[..., None, :], -1), jnp.take_along_axis(B, order[..., None], -2)
+    return Directions(U, sigma * largest[..., 0], B * largest)
+
+
+@_in_f64
+def _scaled(S: Array, factors: Array) -> tuple[Array, Array]:
+    U, _, right = _directions(S)
+    return U, _mm(U, factors[..., None] * right)
+
+
+@_in_f64
+def _gates(S: Array, G: Array) -> tuple[Array, Array]:
+    U, sigma, right = _directions(S)
+    G_right = _mm(G, jnp.swapaxes(right, -1, -2)[..., None, :, :])
+    return sigma, jnp.sum(U[..., None, :, :] * G_right, axis=-2)
+
+
+def _eigenvectors(G: Array) -> Array:
+    """Of a symmetric matrix, those of the largest eigenvalue first."""
+    return jnp.linalg.eigh(G, symmetrize_input=False)[1][..., ::-1]
+
+
+def _is_mixed(B: Array) -> Bool[Array, ""]:
+    """Whether any direction above ``FAINTEST`` shares more than ``MIXED`` with the others: rows of B are not orthogonal."""
+    sigma = _norms(B)
+    known = sigma > FAINTEST * jnp.max(sigma, axis=-1, keepdims=True)
+    unit = jnp.where(known, 1 / jnp.where(known, sigma, 1.0), 0.0)[..., None] * B
+    cosines = jnp.abs(_mm(unit, jnp.swapaxes(unit, -1, -2)))
+    shared = jnp.sum(cosines, axis=-1) - jnp.diagonal(cosines, axis1=-2, axis2=-1)
+    return jnp.any(shared > MIXED)
+
+
+def _taken_apart(U: Array, B: Array) -> tuple[Array, Array]:
+    """U and B with the faint rows rotated among themselves by the eigh of their own Gram matrix."""
+    sigma = _norms(B)
+    faint = sigma <= FAINT * jnp.max(sigma, axis=-1, keepdims=True)
+    largest = jnp.max(jnp.where(faint, sigma, 0.0), axis=-1)[..., None, None]
+    rows = jnp.where(faint[..., None], B, 0.0) / jnp.where(largest > 0, largest, 1.0)
+    # The others stay where they are: eigenvalues of their own, apart from one another and above all of these.
+    n = sigma.shape[-1]
+    kept = jnp.where(faint, 0.0, n + 1.0 + jnp.arange(n, 0.0, -1.0))
+    W = _eigenvectors(_mm(rows, jnp.swapaxes(rows, -1, -2)) + kept[..., None] * jnp.eye(n))
+    return _mm(U, W), _mm(jnp.swapaxes(W, -1, -2), B)
+
+
+def _norms(B: Array) -> Array:
+    return jnp.sqrt(jnp.sum(B * B, axis=-1))
+
+
+def _mm(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=HIGHEST)
