@@ -12,11 +12,10 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from jaxdelta.report.sheet import Sheet
 from ports.compare import ARRAYS, LOGITS_OF_POSITION, position_arrays, to_json
 from ports.verdict import BF16_FACTOR, EXTREME, MARGINS, Line, broken
 
@@ -227,12 +226,12 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None or not np.isfinite(value) else f"{value:.1e}"
 
 
-def _table(title: str, headings: Sequence[str], rows: Rows) -> Table:
-    view = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+def _table(title: str, headings: Sequence[str], rows: Rows) -> Sheet:
+    view = Sheet(title)
     for heading in headings:
-        view.add_column(heading, no_wrap=True)
+        view.add_column(heading, words=heading in ("layer", "compared", "at", "holds"))
     for row in rows:
-        view.add_row(*map(escape, row), style="bold red" if row[-1] == "NO" else None)
+        view.add_row(*row, style="bold red" if row[-1] == "NO" else None)
     return view
 
 

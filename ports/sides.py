@@ -123,8 +123,10 @@ def yardstick_side(work: Path, say: Say) -> None:
 def jaxdelta_side(work: Path, say: Say) -> None:
     """Run this library on the same tokens, compare, and write ``comparison.json``; removes the reference's arrays."""
     import jaxdelta as jd
+    from jaxdelta.cli.backend import check_backend
     from jaxdelta.results import commit
 
+    check_backend()
     job, tokens, clock = Job.read(work), np.load(work / "tokens.npy"), Clock()
     say("loading")
     model = jd.load(job.folder, dtype=job.dtype)

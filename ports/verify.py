@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from tokenizers import Tokenizer
 
-from jaxdelta.checkpoints import Info, inspect
+from jaxdelta.checkpoints import Info, inspect, load_tokenizer
+from jaxdelta.report.terminal import Output
 from jaxdelta.tasks.documents import embedded_texts, read_documents, tokenize
 from ports import report
 from ports.references import UnusableReference
@@ -58,7 +58,15 @@ def parser() -> argparse.ArgumentParser:
         description="Run a checkpoint here and in its torch reference, and compare logits and everything carried.",
     )
     top.add_argument("model", help="embedded model, folder in Hugging Face's format, or hub id (owner/name)")
-    top.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text; default: an embedded held-out document")
+    top.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text, or texts or token ids as JSON lines, of which the first is run; default: an embedded document",
+    )
+    top.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or a folder with one; default: the model's"
+    )
     top.add_argument(
         "--segments",
         type=_lengths,
@@ -83,12 +91,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; gives its exit status."""
     arguments = parser().parse_args(argv)
-    console, errors = Console(), Console(stderr=True)
+    console, errors = Output(), Output(stderr=True)
     try:
         with _terminable():
             return _run(arguments, console)
     except (ValueError, OSError, UnusableReference, SideFailed) as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        errors.fail(str(error))
         if arguments.debug and isinstance(error, SideFailed):
             errors.print(error.details, markup=False, highlight=False, soft_wrap=True)
         return UNUSABLE
@@ -97,11 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _run(arguments: argparse.Namespace, console: Console) -> int:
+def _run(arguments: argparse.Namespace, console: Output) -> int:
     info = inspect(arguments.model, revision=arguments.revision)
     if arguments.tokens < 2:
         raise ValueError(f"--tokens is {arguments.tokens}; at least 2 are needed to score one")
-    tokens, text = read_tokens(info, arguments.text, arguments.tokens)
+    tokens, text = read_tokens(info, arguments.text, arguments.tokens, arguments.tokenizer)
+    console.say(f"Text: {text}")
     splits = cut(tokens.shape[1], arguments.segments)
     folder = arguments.output or Path(f"equivalence-{Path(arguments.model).name}")
     _clear(folder)
@@ -110,33 +119,35 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     rotation = rotation_allowance(info.config, tokens.shape[1])
     lines = judge(comparison, num_parameters=info.num_parameters, dtype=arguments.dtype, rotation=rotation)
     subject = describe(arguments, info, tokens, text, splits, comparison)
-    report.print_report(comparison, lines, arguments.dtype, console)
     report.write_report(folder, comparison, lines, subject, arguments.dtype)
-    console.print(f"Written to {escape(str(folder))}: {', '.join(report.FILES)}", soft_wrap=True, highlight=False)
+    report.print_report(comparison, lines, arguments.dtype, console)
+    console.written(folder, report.FILES)
     return BROKEN if broken(comparison, lines) else HOLDS
 
 
-def read_tokens(info: Info, file: Path | None, limit: int) -> tuple[np.ndarray, str]:
-    """At most ``limit`` ids [1, N] of a text, and what text that is in words.
+def read_tokens(info: Info, file: Path | None, limit: int, tokenizer: Path | None = None) -> tuple[np.ndarray, str]:
+    """At most ``limit`` ids [1, N] of the first document of a file, and what document that is in words.
 
     Raises:
         ValueError: the file cannot be read, is empty or has fewer than two tokens, or there is no tokenizer for it.
     """
-    if not info.has_tokenizer:
-        if file is not None:
-            raise ValueError(f"{info.folder} has no tokenizer.json, which --text needs; without --text random ids are run")
+    if file is None and tokenizer is None and not info.has_tokenizer:
         ids = np.random.default_rng(0).integers(0, info.config.vocab_size, limit)
-        return ids[None], f"{limit} random ids (numpy default_rng(0)), as there is no tokenizer.json"
-    name, text = next(iter((embedded_texts() if file is None else read_documents([file])).items()))
-    try:
-        tokenizer = Tokenizer.from_file(str(info.folder / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises Exception itself
-        raise ValueError(f"{info.folder / 'tokenizer.json'} is no tokenizer ({error})") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    ids = tokenize({name: text}, tokenizer)[0].tokens
+        return ids[None], f"{limit} random ids (numpy default_rng(0)), as there is no tokenizer"
+    given = embedded_texts() if file is None else read_documents([file])
+    name, document = next(iter(given.items()))
+    if tokenizer is None and isinstance(document, str):
+        if not info.has_tokenizer:
+            raise ValueError(
+                f"{info.folder} has no tokenizer.json, which --text needs; give --tokenizer, or token ids, "
+                'as {"ids": [...]} in a .jsonl; without --text random ids are run'
+            )
+        tokenizer = info.folder
+    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    ids = tokenize({name: document}, loaded, vocab_size=info.config.vocab_size)[0].tokens
     which = f"embedded document {name}" if file is None else name
-    return ids[None, :limit], f"{which}, the first {min(limit, len(ids))} of {len(ids)} tokens"
+    of = f", the first of {len(given)} documents in {file}" if file is not None and len(given) > 1 else ""
+    return ids[None, :limit], f"{which}{of}, the first {min(limit, len(ids))} of {len(ids)} tokens"
 
 
 def cut(num_tokens: int, lengths: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from jaxdelta.checkpoints import load_tokenizer
 from jaxdelta.models.decoder import Decoder
-from jaxdelta.segments import check_tokens
 from jaxdelta.tasks.documents import Document, embedded_texts, read_documents, tokenize
 
 MODEL_HELP = "embedded model, folder in Hugging Face's format, or hub id (owner/name, downloaded whole)"
@@ -55,12 +54,7 @@ def documents_of(arguments: argparse.Namespace, model: Decoder) -> list[Document
     """
     given = read_documents(arguments.documents) if arguments.documents else embedded_texts()
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else model.tokenizer
-    documents = tokenize(given, tokenizer)
-    for d in documents:
-        try:
-            check_tokens(d.tokens, model.config.vocab_size)
-        except ValueError as error:
-            raise ValueError(f"{d.name}: {error}") from None
+    documents = tokenize(given, tokenizer, vocab_size=model.config.vocab_size)
     return [d.head(arguments.max_tokens) for d in documents]
 
 

@@ -8,7 +8,7 @@ from rich.console import Group
 
 from jaxdelta.report.sheet import Sheet
 
-CLAIM, CLAIMED, VERDICT = 41, 10, 13  # cells, where there is room: the tables stand below one another
+CLAIM, NUMBER, VERDICT = 41, 10, 13  # cells, where there is room: the tables stand below one another
 
 
 def tables(rows: pa.Table) -> Group:
@@ -21,24 +21,29 @@ def tables(rows: pa.Table) -> Group:
         f"{count} of {rows.num_rows} lines hold. Of inequalities the worst draw is shown. Counts are exact,\n"
         "other equalities within 1e-10 or less; the rows have each tolerance."
     )
-    widest = max(len(measured(row)) for row in rows.to_pylist())
-    return Group(*(_table(*item, widest, header=i == 0) for i, item in enumerate(by_condition.items())), verdict)
+    widths = [max([NUMBER, *(len(form(row)) for row in rows.to_pylist())]) for form in (claimed, measured)]
+    return Group(*(_table(*item, *widths, header=i == 0) for i, item in enumerate(by_condition.items())), verdict)
 
 
-def _table(condition: str, lines: list[dict], widest: int, *, header: bool) -> Sheet:
+def _table(condition: str, lines: list[dict], of_claimed: int, of_measured: int, *, header: bool) -> Sheet:
     view = Sheet(condition, header=header, frame=box.SIMPLE_HEAD, left=True)
     view.add_column("claim", words=True, width=CLAIM)
-    view.add_column("claimed", width=CLAIMED)
-    view.add_column("measured", width=max(CLAIMED, widest))
+    view.add_column("claimed", width=of_claimed)
+    view.add_column("measured", width=of_measured)
     view.add_column("verdict", words=True, width=VERDICT)
     for line in lines:
         view.add_row(
             line["claim"],
-            f"{line['relation']} {number(line['claimed'])}",
+            claimed(line),
             measured(line),
             "holds" if line["holds"] else "does not hold",
         )
     return view
+
+
+def claimed(line: dict) -> str:
+    """What is said of the value."""
+    return f"{line['relation']} {number(line['claimed'])}"
 
 
 def measured(line: dict) -> str:

@@ -87,21 +87,25 @@ class Sheet:
         self.title, self.caption, self.keys, self.header, self.frame, self.left = title, caption, keys, header, frame, left
         self.columns: list[Column] = []
         self.rows: list[tuple[str, ...]] = []
+        self.styles: list[str | None] = []
 
     def add_column(self, heading: str, *, group: str = "", words: bool = False, width: int = 0) -> None:
         """Add a column to the right of those that there are; see :class:`Column`."""
         self.columns.append(Column(heading, group, words, width))
 
-    def add_row(self, *cells: str) -> None:
-        """Add a row with a cell for every column."""
+    def add_row(self, *cells: str, style: str | None = None) -> None:
+        """Add a row with a cell for every column; ``style`` as rich has it."""
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self.rows.append(cells)
+        self.styles.append(style)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[object]:
         """Title, bands, caption."""
         width, encoding = options.max_width, options.encoding
-        tables = [self._table(band, width) for band in self._bands(width, encoding)]
+        is_unicode = encoding.lower().startswith("utf")
+        frame = self.frame if is_unicode else box.Box(str(self.frame).replace("─", "-"), ascii=True)
+        tables = [self._table(band, width, frame) for band in self._bands(width, encoding)]
         boundless = options.update(width=10**6)
         wide = max(console.measure(table, options=boundless).maximum for table in tables)
 
@@ -138,9 +142,9 @@ class Sheet:
         least = max([0, *(cell_len(word) for line in lines for word in line.split())]) if column.words else most
         return Laid(column, group, heading, cells, least, most)
 
-    def _table(self, band: Sequence[Laid], width: int) -> Table:
+    def _table(self, band: Sequence[Laid], width: int, frame: box.Box) -> Table:
         """A band; its words are given the room that its numbers leave, the last ones first."""
-        table = Table(box=self.frame, show_header=self.header, padding=(0, 1, 0, 0), pad_edge=False)
+        table = Table(box=frame, show_header=self.header, padding=(0, 1, 0, 0), pad_edge=False)
         spare = max(0, width - _width(band))
         widths: list[int | None] = []
         for laid in reversed(band):
@@ -155,8 +159,8 @@ class Sheet:
                 width=given,
                 min_width=laid.column.width,
             )
-        for cells in zip(*(laid.cells for laid in band), strict=True):
-            table.add_row(*map(Text, cells))
+        for style, *cells in zip(self.styles, *(laid.cells for laid in band), strict=True):
+            table.add_row(*map(Text, cells), style=style)
         return table
 
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from jaxdelta.analysis.sweep import Summary, summarize
+from jaxdelta.report.figure import save_figure
 from jaxdelta.report.sheet import Sheet
 
 
@@ -73,5 +74,5 @@ def write_figure(rows: pa.Table, folder: Path) -> list[Path]:
     drawn = figure(rows)
     files = [folder / f"loss_by_rank.{suffix}" for suffix in ("png", "svg")]
     for file in files:
-        drawn.savefig(file, dpi=150)
+        save_figure(drawn, file)
     return files

@@ -3,11 +3,12 @@
 # ruff: noqa: RUF001  the letters that look like others are the subject
 
 import codecs
+import io
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -58,40 +59,44 @@ codecs.register_error(HANDLER, _spell)
 class Output(Console):
     """A console whose lines are as long as what they say: what is beyond the right edge is not cut off.
 
-    Letters that its encoding lacks are spelled in ASCII. A pipe that nobody reads any more ends the command, with status 0:
-    its reader has all that it wanted, and files are written before anything is printed.
+    Letters that its encoding lacks are spelled in ASCII. A pipe that nobody reads any more is no failure: its reader has
+    what was wanted, the rest is dropped, and the command goes on to its end.
     """
 
     def __init__(self, *, stderr: bool = False):
         stream = sys.stderr if stderr else sys.stdout
         tolerate(stream)
-        super().__init__(stderr=stderr, file=None if stream else open(os.devnull, "w"))  # noqa: SIM115  for good
+        super().__init__(stderr=stderr, file=None if stream else io.StringIO())
 
     def print(self, *objects, crop: bool | None = False, **options) -> None:
         """As rich's, without the cut at the right edge."""
         super().print(*objects, crop=crop, **options)
 
+    def say(self, text: str) -> None:
+        """A line as it stands, without markup, colours or breaks."""
+        self.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def written(self, folder: Path, names: Iterable[str]) -> None:
         """The line that says which files are in ``folder``."""
-        self.print(f"Written to {folder}: {', '.join(names)}", markup=False, soft_wrap=True, highlight=False)
+        self.say(f"Written to {folder}: {', '.join(names)}")
 
     def fail(self, message: str) -> None:
         """The line that says what is wrong."""
         self.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Ends the command."""
+        """Say no more."""
+        self.quiet = True
         flush(self.file)
-        raise SystemExit(1 if self.stderr else 0)
 
 
-def tolerate(stream: TextIO | None) -> None:
+def tolerate(stream: Any) -> None:
     """Let ``stream`` spell what its encoding has no letters for."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors=HANDLER)
 
 
-def flush(stream: TextIO | None) -> str | None:
+def flush(stream: Any) -> str | None:
     """Write what is in the buffer of ``stream``, or drop it where it is not taken; says why, but for a reader who has left.
 
     What is dropped is not tried again when the interpreter ends, which would complain.

@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 
 from jaxdelta.analysis.transition_rows import distributions, transition_rows, window_rows
 from jaxdelta.analysis.windows import ACTIVE, FORGOTTEN
+from jaxdelta.report.figure import save_figure
 from jaxdelta.report.sheet import Sheet
+from jaxdelta.results import write_whole
 
 SHOWN_WINDOWS = (1, 16, 256)  # in the table by layer
 SUFFIXES = ("png", "svg")
@@ -283,7 +285,7 @@ def write_figures(folder: Path, ledger: xr.Dataset) -> list[Path]:
     }
     files = [(folder / f"{name}.{suffix}", figure) for name, figure in figures.items() for suffix in SUFFIXES]
     for file, figure in files:
-        figure.savefig(file, dpi=150)
+        save_figure(figure, file)
     return [file for file, _ in files]
 
 
@@ -291,5 +293,5 @@ def write_rows(folder: Path, ledger: xr.Dataset) -> list[Path]:
     """``transitions.csv`` and ``windows.csv``: all heads, each layer and each head."""
     found: dict[str, pa.Table] = {"transitions": transition_rows(ledger), "windows": window_rows(ledger)}
     for name, rows in found.items():
-        pa_csv.write_csv(rows, folder / f"{name}.csv")
+        write_whole(folder / f"{name}.csv", lambda file, rows=rows: pa_csv.write_csv(rows, file))
     return [folder / f"{name}.csv" for name in found]

@@ -89,12 +89,21 @@ def read_documents(files: Iterable[Path]) -> dict[str, str | np.ndarray]:
 
 
 def tokenize(
-    documents: Sequence[str | np.ndarray] | dict[str, str | np.ndarray], tokenizer: Tokenizer | None
+    documents: Sequence[str | np.ndarray] | dict[str, str | np.ndarray],
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int | None = None,
 ) -> list[Document]:
     """Documents from texts or arrays of ids. No token is added before or after the text.
 
+    Args:
+        documents: in a sequence, or by name.
+        tokenizer: of texts.
+        vocab_size: rows of the model's embedding, beyond which a tokenizer may have words; None: ids are not looked at.
+
     Raises:
-        ValueError: a text without a tokenizer, ids that are not one row of whole numbers, fewer than two tokens.
+        ValueError: a text without a tokenizer, ids that are not one row of whole numbers, fewer than two tokens, an id or a
+            word of a text without a row in the embedding.
     """
     if isinstance(documents, str):
         raise ValueError("documents is one string; expected a list of texts")
@@ -108,16 +117,28 @@ def tokenize(
                     '{"ids": [...]} on a line of .jsonl, or name a tokenizer'
                 )
             tokens = np.asarray(tokenizer.encode(document, add_special_tokens=False).ids, np.int32)
+            _check_rows(name, tokens, tokenizer, vocab_size)
         else:
             tokens = np.asarray(document)
             if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
                 raise ValueError(f"{name} is {tokens.dtype} of shape {tokens.shape}; expected one row of token ids")
+            if vocab_size is not None and len(without := tokens[(tokens < 0) | (tokens >= vocab_size)]):
+                raise ValueError(f"{name} has the token id {without[0]}; the model's run from 0 to {vocab_size - 1}")
         if len(tokens) < 2:
             raise ValueError(f"{name} has {len(tokens)} tokens; at least 2 are needed to score one")
         found.append(Document(name, tokens))
     if not found:
         raise ValueError("no documents")
     return found
+
+
+def _check_rows(name: str, tokens: np.ndarray, tokenizer: Tokenizer, vocab_size: int | None) -> None:
+    """Raise ValueError for a word of a text that has no row in the embedding."""
+    if vocab_size is not None and len(without := tokens[tokens >= vocab_size]):
+        raise ValueError(
+            f"{name} uses the word {tokenizer.id_to_token(int(without[0]))!r}, whose id {without[0]} has no row in the "
+            f"model's embedding of {vocab_size}; take it out of the text"
+        )
 
 
 def _documents_of(file: Path, name: str) -> Iterator[tuple[str, str | np.ndarray]]:
