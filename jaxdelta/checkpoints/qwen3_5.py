@@ -41,7 +41,7 @@ DEFAULTS |= dict(linear_conv_kernel_dim=4, max_position_embeddings=32768)
 DEFAULTS |= dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"))
 DEFAULTS |= dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"))
 DEFAULTS |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"))
-ROPE_DEFAULTS = dict(rope_type="default", rope_theta=None, partial_rotary_factor=0.25, mrope_section=None)
+ROPE_DEFAULTS = dict(rope_type="default", rope_theta=None, partial_rotary_factor=0.25)
 # Where fields of the RoPE may stand, and what is said in rope_parameters or named anew when a model is saved.
 ELSEWHERE = ("rope_scaling", "rope_theta", "partial_rotary_factor", "text_config", "transformers_weights")
 
@@ -201,7 +201,10 @@ def _rope(text: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     read, beside = ([*scaling, *top], parameters) if text.get("rope_scaling") else ([*parameters, *top], [])
     if nested:
         beside = [*beside, *chain(*_rope_places(raw, ""))]
-    return {name: one_value(name, read, beside=beside, default=default) for name, default in ROPE_DEFAULTS.items()}
+    values = {name: one_value(name, read, beside=beside, default=default) for name, default in ROPE_DEFAULTS.items()}
+    # Text turns all sections alike, so that any will do.
+    sections = (f["mrope_section"] for _, f in [*read, *beside] if f.get("mrope_section") is not None)
+    return values | {"mrope_section": next(sections, None)}
 
 
 def _rope_places(fields: dict[str, Any], inside: str) -> list[list[tuple[str, dict[str, Any]]]]:

@@ -432,6 +432,58 @@ def test_steps_of_the_first_release_that_do_not_fit_are_named(tmp_path, change, 
         jd.load(folder_of(tmp_path / "fla", "gated_deltaproduct", tensors))
 
 
+def test_the_unused_skip_weights_of_the_first_gated_deltanets_are_ignored_by_name(tmp_path):
+    """One a head; they are not saved again."""
+    stored = fla_tensors("gated_deltanet")
+    extra = {f"model.layers.{i}.attn.D": np.ones(2 * G, np.float32) for i in (0, 2)}
+    folder = folder_of(tmp_path / "fla", "gated_deltanet", stored | extra)
+    assert jd.inspect(folder).ignored == {"unused skip weights": sorted(extra)}
+    assert jd.inspect(folder).num_parameters == sum(a.size for a in stored.values())
+    jd.save(jd.load(folder), tmp_path / "saved")
+    assert_same_bits(load_file(tmp_path / "saved" / "model.safetensors"), stored)
+
+
+@ALL
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
+def test_a_tied_head_may_be_stored_alone_or_beside_the_embedding(tmp_path, family, beside):
+    stored = fla_tensors(family)
+    stored["lm_head.weight"] = stored["model.embeddings.weight"].copy()
+    usual = {name: array for name, array in stored.items() if name != "lm_head.weight"}
+    if not beside:
+        del stored["model.embeddings.weight"]
+    folder = folder_of(tmp_path / "fla", family, stored, tie_word_embeddings=True)
+    assert jd.inspect(folder).ignored == ({"copy of the embedding": ["lm_head.weight"]} if beside else {})
+    jd.save(jd.load(folder), tmp_path / "saved")
+    assert_same_bits(load_file(tmp_path / "saved" / "model.safetensors"), usual)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(rope_theta=5e5), "rope_theta = 500000.0 at the top level and 10000.0 in attn"),
+        (dict(window_size=8), "window_size = 8 at the top level and 7 in attn"),
+        (
+            dict(window_size=8, attn={"layers": [1], "num_heads": 4}),
+            "window_size = 8 at the top level, where it is not read",
+        ),
+        (
+            dict(rope_theta=5e5, attn={"layers": [1], "num_heads": 4}),
+            "rope_theta = 500000.0 at the top level and 10000.0 by d",
+        ),
+        (dict(per_layer_config={"0": {"num_heads": 1}}), "per_layer_config = .*; only None"),
+    ],
+    ids=str,
+)
+def test_a_field_of_attention_that_contradicts_one_beside_it_is_refused(fields, message):
+    with pytest.raises(CheckpointError, match=message):
+        config_from_json(fla_json("gated_deltanet", **fields))
+
+
+def test_a_field_beside_attention_may_say_the_same_or_mean_nothing():
+    assert config_from_json(fla_json("delta_net", rope_theta=10_000, window_size=7)) == fla_config("delta_net")
+    assert config_from_json(fla_json("delta_net", attn=None, rope_theta=5e5)).attention == ()
+
+
 def test_rotary_frequencies_are_ignored_by_name(tmp_path):
     extra = {"model.layers.1.attn.rotary.inv_freq": np.zeros(5, np.float32)}
     folder = folder_of(tmp_path / "fla", "delta_net", fla_tensors("delta_net") | extra)

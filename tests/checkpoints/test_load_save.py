@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jaxdelta as jd
 from jaxdelta import checkpoints
@@ -191,6 +191,64 @@ def test_loading_leaves_the_folder_as_it_was(hub):
 
 
 # What is refused
+
+
+def test_a_single_file_is_loaded_rather_than_an_older_set_of_shards(hub):
+    older = {name: -array for name, array in hub_tensors().items()}
+    write_shards(hub, {"model-00001-of-00001.safetensors": older}, nested_json())
+    found = jd.inspect(hub)
+    assert (found.files, found.unread) == (("model.safetensors",), ("model-00001-of-00001.safetensors",))
+    np.testing.assert_array_equal(parameters(jd.load(hub))["embed",], hub_tensors()[EMBED].astype(np.float32))
+    assert "model-00001-of-00001.safetensors" not in jd.load(hub).origin.sha256()
+
+
+@pytest.mark.parametrize("place", ["flat", "nested"])
+def test_the_weights_that_a_configuration_names_are_loaded(tmp_path, place):
+    raw = flat_json() if place == "flat" else nested_json()
+    raw.get("text_config", raw)["transformers_weights"] = "other.safetensors"
+    folder = write(tmp_path / "m", {name: -array for name, array in hub_tensors().items()}, raw)
+    save_file(hub_tensors(), folder / "other.safetensors")
+    loaded = jd.load(folder)
+    np.testing.assert_array_equal(loaded.embed[...], hub_tensors()[EMBED].astype(np.float32))
+    assert "other.safetensors" in loaded.origin.sha256()
+    jd.save(loaded, tmp_path / "saved")
+    assert_same_bits(parameters(jd.load(tmp_path / "saved")), parameters(loaded))
+
+
+def test_tensors_that_a_part_of_an_index_leaves_out_are_missing_and_the_file_with_them_is_named(tmp_path):
+    tensors, names = hub_tensors(), sorted(hub_tensors())
+    folder = write_shards(tmp_path / "m", {"a.safetensors": {n: tensors[n] for n in names[:20]}}, nested_json())
+    save_file({n: tensors[n] for n in names[20:]}, folder / "b.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{folder}: tensors missing: .*; b\.safetensors is not read"):
+        jd.load(folder)
+
+
+@pytest.mark.parametrize("load", [jd.load, jd.inspect], ids=["load", "inspect"])
+def test_a_tied_head_that_differs_from_the_embedding_is_an_error_that_names_both(tmp_path, load):
+    tensors = hub_tensors()
+    tensors["lm_head.weight"] = tensors[EMBED].copy()
+    tensors["lm_head.weight"].flat[-1] += 1
+    with pytest.raises(
+        CheckpointError, match=rf"contradicts lm_head\.weight, which differs from {EMBED}; set the one to fal"
+    ):
+        load(write(tmp_path / "m", tensors, nested_json()))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
+def test_a_tied_head_may_be_stored_alone_or_beside_the_embedding(hub, tmp_path, beside):
+    """safetensors' save_model keeps one of tensors that are one, by alphabet; converters keep both. Saved, it is one."""
+    tensors = hub_tensors()
+    tensors["lm_head.weight"] = tensors[EMBED].copy()
+    if not beside:
+        del tensors[EMBED]
+    folder = write(tmp_path / "m", tensors, nested_json())
+    assert_same_bits(parameters(jd.load(folder)), parameters(jd.load(hub)))
+    found = jd.inspect(folder)
+    assert found.ignored == ({"copy of the embedding": ["lm_head.weight"]} if beside else {})
+    assert (found.num_tensors, found.num_parameters) == (jd.inspect(hub).num_tensors, jd.inspect(hub).num_parameters)
+    jd.save(jd.load(folder), tmp_path / "saved")
+    expected = {name.replace("model.language_model.", "model."): array for name, array in hub_tensors().items()}
+    assert_same_bits(load_file(tmp_path / "saved" / "model.safetensors"), expected)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)

@@ -158,6 +158,93 @@ def test_values_of_another_type_are_refused_by_name(raw, name):
         config_from_json(raw)
 
 
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 12 / 26}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def nested(*, outer=None, without=(), **inner):
+    """``nested_json`` with other fields inside ``text_config`` and, as ``outer``, around it."""
+    raw = nested_json() | (outer or {})
+    raw["text_config"] = {name: value for name, value in raw["text_config"].items() if name not in without} | inner
+    return raw
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        flat() | {"rope_theta": 1e7},
+        flat() | {"rope_scaling": ROPE, "rope_theta": 10_000_000},
+        flat() | {"rope_scaling": {"type": "default", "partial_rotary_factor": 12 / 26}, "rope_theta": 1e7},
+        flat() | {"rope_scaling": {}},
+        flat(rope_type="default"),
+        legacy(rope_scaling={"mrope_section": [2, 2, 2], "partial_rotary_factor": 12 / 26}),
+        nested(outer={"rope_theta": 1e7, "rope_parameters": ROPE, "rms_norm_eps": 1e-6, "vocab_size": 97}),
+        nested(without=["rms_norm_eps"], outer={"rms_norm_eps": 1e-6}),
+        flat() | {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 4},
+    ],
+    ids=str,
+)
+def test_a_field_may_stand_in_two_places_that_agree(raw):
+    """Kinds of layers may disagree: names of tensors bear them out, and the list is what counts."""
+    assert config_from_json(raw) == CONFIG
+    assert config_from_json(json.loads(json.dumps(config_to_json(CONFIG, raw)))) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (flat() | {"rope_theta": 1e6}, "rope_theta = 1000000.0 at the top level and 10000000 in rope_parameters"),
+        (
+            flat() | {"partial_rotary_factor": 0.25},
+            "partial_rotary_factor = 0.25 at the top level and 0.46.* in rope_parameters",
+        ),
+        (flat() | {"rope_scaling": YARN}, "rope_type = 'default' in rope_parameters and 'yarn' in rope_scaling"),
+        (
+            flat() | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_type = 'default' in rope_parameters and 'yarn' in rope_scaling as type",
+        ),
+        (
+            flat() | {"rope_scaling": ROPE | {"rope_theta": 1e6}},
+            "rope_theta = 10000000 in rope_parameters and 1000000.0 in rope_s",
+        ),
+        (
+            flat() | {"rope_scaling": {"rope_type": "default"}},
+            "rope_theta = 10000000 in rope_parameters, where it is not read; it belongs in rope_scaling",
+        ),
+        (flat(rope_type="yarn"), "rope_type = 'yarn' in rope_parameters as type and 'default' in rope_parameters"),
+        (nested(outer={"rope_scaling": YARN}), r"'yarn' in rope_scaling and 'default' in text_config\.rope_parameters"),
+        (nested(rope_scaling=YARN), r"'default' in text_config\.rope_parameters and 'yarn' in text_config\.rope_scaling"),
+        (nested(outer={"rope_theta": 1e6}), r"rope_theta = 1000000.0 at the top level and 10000000 in text_config\.rope_p"),
+        (nested(outer={"rms_norm_eps": 1e-5}), "rms_norm_eps = 1e-05 at the top level and 1e-06 in text_config"),
+        (nested(without=["rms_norm_eps"], outer={"rms_norm_eps": 1e-5}), "rms_norm_eps = 1e-05 at .* and 1e-06 by default"),
+        (nested(outer={"hidden_act": "gelu"}), "hidden_act = 'gelu' at the top level and 'silu' in text_config"),
+        (nested(outer={"linear_num_key_heads": 4}), "linear_num_key_heads = 4 at the top level and 2 in text_config"),
+        (
+            nested(without=["hidden_size"], outer={"hidden_size": 44}),
+            "hidden_size = 44 at the top level, where it is not read; it belongs in text_config",
+        ),
+        (flat() | {"per_layer_config": {"1": {"rms_norm_eps": 1e-2}}}, "per_layer_config = .*; only None"),
+        (nested(per_layer_config={"1": {"rms_norm_eps": 1e-2}}), "per_layer_config = .*; only None"),
+        (flat() | {"configuration_files": ["config.5.0.0.json"]}, "configuration_files = .*; only None"),
+    ],
+    ids=str,
+)
+def test_two_places_that_contradict_one_another_are_both_named(raw, message):
+    with pytest.raises(CheckpointError, match=message):
+        config_from_json(raw)
+
+
+def test_a_missing_head_dim_is_what_transformers_takes():
+    assert config_from_json(flat(head_dim=None, rope_mrope_section=None, rope_partial_rotary_factor=0.25)).head_dim == 256
+
+
+def test_a_saved_field_stands_in_one_place():
+    """So that a changed value is not contradicted by the one of the file that the model came from."""
+    raw = flat() | {"rope_scaling": ROPE, "rope_theta": 1e7, "transformers_weights": "other.safetensors"}
+    written = config_to_json(config_from_json(raw), raw)
+    assert not {"rope_scaling", "rope_theta", "partial_rotary_factor", "transformers_weights"} & set(written)
+
+
 @pytest.mark.parametrize("changes", [{}, {"tied": False, "layer_kinds": ("attention", "linear", "linear")}], ids=str)
 def test_a_configuration_is_read_as_it_was_written(changes):
     config = Qwen3_5Config.tiny(**changes)
@@ -244,7 +331,41 @@ def test_ignored_groups_never_stand_in_for_a_text_tensor(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["mtpfc.weight", "mtp_fc.weight", "model.visualise.weight", "visual.weight", "x.mtp.weight"]
+    "name",
+    [
+        "model.language_model.layers.1.self_attn.rotary_emb.inv_freq",
+        "model.language_model.rotary_emb.inv_freq",
+        "model.rotary_emb.original_inv_freq",
+        "rotary_emb.inv_freq",
+        "model.layers.1.self_attn.rotary_emb.cos_cached",
+    ],
+)
+def test_rotary_buffers_of_older_tools_are_ignored_by_name(name):
+    assert stored_names(CONFIG, [*hub_tensors(), name])[1] == {"rotary frequencies": [name]}
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
+def test_a_tied_model_may_be_stored_under_its_heads_name(prefix):
+    names = [n for n in hub_tensors(prefix=prefix) if "embed_tokens" not in n]
+    found, ignored = stored_names(CONFIG, [*names, "lm_head.weight"])
+    assert {entry.name: stored for entry, stored in found.items() if "embed" in entry.name} == {
+        "embed_tokens.weight": ("lm_head.weight",)
+    }
+    assert ignored == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtpfc.weight",
+        "mtp_fc.weight",
+        "model.visualise.weight",
+        "visual.weight",
+        "x.mtp.weight",
+        "inv_freq",
+        "rotary_emb.inv_freqs",
+        "xrotary.inv_freq",
+    ],
 )
 def test_names_that_only_resemble_an_ignored_group_are_errors(name):
     with pytest.raises(CheckpointError, match=f"no part of the model uses: {name}"):

@@ -128,6 +128,13 @@ def test_texts_become_the_tokenizers_ids_and_nothing_else():
     np.testing.assert_array_equal(documents[0].tokens, [5, 3, 90, 5])
 
 
+def test_a_word_without_a_row_in_the_embedding_is_named_where_a_text_uses_it():
+    """A tokenizer may have more words than the model has rows; texts that use none of them are read."""
+    assert len(tokenize({"one": "w1 w2 w88"}, tokenizer(), vocab_size=89)[0].tokens) == 3
+    with pytest.raises(ValueError, match=r"two uses the word 'w89', whose id 89 has no row in the model's embedding of 89"):
+        tokenize({"one": "w1 w2", "two": "w1 w89 w2"}, tokenizer(), vocab_size=89)
+
+
 def test_no_token_is_added_where_the_tokenizer_would():
     adding = tokenizer()
     adding.post_processor = TemplateProcessing(single="w0 $A w0", special_tokens=[("w0", 0)])
