@@ -89,13 +89,7 @@ class Results:
         Raises:
             ResultsError: the part cannot be read.
         """
-        file = self._part_file(index)
-        if not file.exists():
-            return None
-        try:
-            return pa_parquet.read_table(file)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ResultsError(f"{file} cannot be read ({error}); remove it, and the same command makes it anew") from None
+        return _read_rows(self._part_file(index))
 
     def write_part(self, index: int, rows: pa.Table) -> None:
         """Keep a finished part, unless another process has been first."""
@@ -121,8 +115,7 @@ class Results:
     def write_dataset(self, name: str | int, data: xr.Dataset) -> None:
         """Keep a finished part of labelled arrays, unless another process has been first, or, under a name, the whole."""
         folder = self.folder / (f"{name}.zarr" if isinstance(name, str) else f"parts/{name:04d}.zarr")
-        options = dict(mode="w", consolidated=False, zarr_format=2)  # 3 has no strings yet
-        self._write(folder, lambda unfinished: data.to_zarr(unfinished, **options), replace=isinstance(name, str))
+        self._write(folder, lambda unfinished: to_zarr(data, unfinished), replace=isinstance(name, str))
 
     def finished(self) -> None:
         """Note that all parts are done."""
@@ -181,6 +174,29 @@ class Results:
             write_whole(file, write, replace=replace)
         except OSError as error:
             raise ResultsError(f"{file} cannot be written: {error.strerror or error}; finished parts are kept") from None
+
+
+def to_zarr(data: xr.Dataset, folder: str) -> None:
+    """Labelled arrays as this library stores them."""
+    data.to_zarr(folder, mode="w", consolidated=False, zarr_format=2)  # 3 has no strings yet
+
+
+def finished_rows(folder: Path) -> pa.Table | None:
+    """The rows of a finished run over documents, None where there are none.
+
+    Raises:
+        ResultsError: the file cannot be read.
+    """
+    return _read_rows(folder / "rows.parquet")
+
+
+def _read_rows(file: Path) -> pa.Table | None:
+    if not file.exists():
+        return None
+    try:
+        return pa_parquet.read_table(file)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ResultsError(f"{file} cannot be read ({error}); remove it, and the same command makes it anew") from None
 
 
 def write_whole(file: Path, write: Callable[[str], Any], *, replace: bool = True) -> None:

@@ -220,5 +220,5 @@ def test_start_is_told_the_boundaries_of_the_run():
     "wrong", [lambda carry: carry, Perturbation, "Truncate(4)", 4], ids=["function", "class", "text", "number"]
 )
 def test_what_is_no_intervention_is_refused(wrong):
-    with pytest.raises(TypeError, match="intervention is .*expected an object with start"):
+    with pytest.raises(TypeError, match=r"intervention is .*expected an object with start"):
         check_intervention(wrong)

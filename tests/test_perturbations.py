@@ -459,7 +459,9 @@ def head_states(intervention):
     return maps.head_state.values[0]
 
 
-@pytest.mark.parametrize("intervention", [Filter(0.05), Project(basis(8)), Zero(at=[2 * SEGMENT])], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "intervention", [Filter(0.05), Project(basis(8)), Zero(at=[2 * SEGMENT])], ids=lambda x: type(x).__name__
+)
 def test_derivatives_go_through_a_perturbation(x64, intervention):
     expected = differences(intervention)
     np.testing.assert_allclose(head_states(intervention), expected, rtol=1e-5, atol=1e-8)
@@ -498,5 +500,6 @@ def test_nothing_is_handed_on_through_zero_or_a_swap(x64):
         maps = sensitivity(
             double(), ONE[0], SEGMENT, samples=0, intervention=intervention, scored=np.arange(LENGTH - 1) >= 24
         )
-        np.testing.assert_array_equal(maps.g_sensitivity.values[:, :24, -1], 0)  # of the last layer, which only hands on states
+        # Of the last layer, which only hands on states.
+        np.testing.assert_array_equal(maps.g_sensitivity.values[:, :24, -1], 0)
         assert (maps.g_sensitivity.values[:, 24, -1] != 0).any() == isinstance(intervention, Swap)

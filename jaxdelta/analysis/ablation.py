@@ -117,9 +117,13 @@ def head_effects(
 
 
 def segment_at(tape: Tape, boundary: int) -> int:
-    """The segment that begins at a boundary, given in tokens seen; ValueError where the text has none there."""
+    """The segment that begins at a boundary, given in tokens seen (0: a branched text's own start).
+
+    Raises:
+        ValueError: the text has no boundary there.
+    """
     index, rest = divmod(boundary, tape.segment)
-    if rest or not 0 < index < tape.count:
+    if rest or not 0 <= index < tape.count:
         found = f"every {tape.segment} tokens to {tape.segment * (tape.count - 1)}"
         raise ValueError(f"boundary is {boundary}, in tokens seen; the text has boundaries {found}")
     return index

@@ -48,6 +48,7 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
     from jaxdelta.checkpoints import load
     from jaxdelta.interventions import Truncate
     from jaxdelta.report import sensitivity as report
+    from jaxdelta.results import finished_rows, to_zarr, write_whole
 
     if arguments.validate and (arguments.loss != "next_token" or arguments.rank is not None):
         raise ValueError("--validate measures removals by the next-token loss of the untouched model: no --loss, no --rank")
@@ -71,7 +72,8 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
             name=arguments.model,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-        comparisons, removals = [], out / "removals"
+        removals = out / "removals"
+        rows = finished_rows(removals)  # of an earlier call: what was measured of these maps
         if arguments.validate:
             task = bar.add_task("measuring removals", total=len(documents))
             rows = validation.removals(
@@ -85,19 +87,18 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
                 name=arguments.model,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-            comparisons, maps = validation.from_rows(rows), keep(out, validation.joined(maps, rows))
+    comparisons = [] if rows is None else validation.from_rows(rows)
     scores = [s for c in comparisons for s in validation.scores(c)]
-    files = [
-        "maps.zarr",
-        "manifest.json",
-        *names(report.write_figures(out, maps, comparisons)),
-        report.write_heads(maps, out).name,
-    ]
-    measured = names(report.write_validation(removals, comparisons, scores)) if comparisons else []
+    if rows is not None:
+        maps = validation.joined(maps, rows)
+        write_whole(out / "maps.zarr", lambda folder: to_zarr(maps, folder))
+    figures = report.write_figures(out, maps, comparisons)
+    files = ["maps.zarr", "manifest.json", *(file.name for file in [*figures, report.write_heads(maps, out)])]
+    measured = report.write_validation(removals, comparisons, scores) if comparisons else []
     for comparison in comparisons:
         console.print(report.score_table([s for s in scores if s.kind == comparison.kind], comparison))
-    for table in report.head_tables(maps, trust=report.trust_line(scores) if scores else None):
+    for table in report.head_tables(maps, trust=report.trust_line(scores)):
         console.print(table)
     if measured:
-        console.written(removals, ["rows.csv", "rows.parquet", "manifest.json", *measured])
+        console.written(removals, ["rows.csv", "rows.parquet", "manifest.json", *(file.name for file in measured)])
     console.written(out, files)

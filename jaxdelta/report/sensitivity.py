@@ -10,38 +10,33 @@ import pyarrow.csv as pa_csv
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich import box
-from rich.table import Table
 
 from jaxdelta.analysis.importance import head_importance
 from jaxdelta.analysis.sensitivity import tail_effect, tail_gate
-from jaxdelta.analysis.validation import METRICS, Comparison, Score
+from jaxdelta.analysis.validation import METRICS, SUBJECTS, Comparison, Score
+from jaxdelta.report.sheet import Sheet
 
 DEFAULT = "first order + fisher / 2"
-KINDS = {
-    "direction": "one direction of one state",
-    "head_output": "a head's output, whole text",
-    "head_state": "a head's state, every boundary",
-    "layer_output": "a layer's outputs, whole text",
-    "layer_state": "a layer's states, every boundary",
-}
 NOT_VALIDATED = "Not validated: these are estimates. --validate measures removals and says how far to trust them."
+MICHEL = "Michel: |derivative of the head's gate|, scaled to unit norm in its layer."
+SCORED = (
+    "top k: the tenth of the units that matter most; precision at k: the share of them among the k predicted; sum ratio: "
+    "predicted over measured, summed; cost of top k: units to measure in predicted order until all k are found. "
+)
 
 
-def score_table(scores: Sequence[Score], comparison: Comparison) -> Table:
+def score_table(scores: Sequence[Score], comparison: Comparison) -> Sheet:
     """Estimators against metrics, each with its 95 % interval over documents."""
     documents, units = comparison.measured.shape
-    view = Table(
-        title=f"Predicted against measured: {KINDS[comparison.kind]}",
-        caption=f"{units} units, {documents} documents; top k = a tenth of the units; 95 % bootstrap over documents.",
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+    intervals = "In brackets 95 % intervals of the jackknife over documents." if documents > 2 else ""
+    view = Sheet(
+        f"Predicted against measured: {SUBJECTS[comparison.kind]}",
+        caption=f"{units} units, {documents} documents. {SCORED}{intervals}",
     )
-    view.add_column("estimator", no_wrap=True)
+    view.add_column("estimator", words=True)
     headings = {"precision": "precision at k", "sum_ratio": "sum ratio", "cost": "cost of top k"}
     for metric in METRICS:
-        view.add_column(headings.get(metric, metric), justify="right")
+        view.add_column(headings.get(metric, metric).replace(" ", "\n", 1))
     for estimator in dict.fromkeys(s.estimator for s in scores):
         row = {s.metric: s for s in scores if s.estimator == estimator}
         view.add_row(estimator, *(_cell(row[metric]) for metric in METRICS))
@@ -56,44 +51,77 @@ def _cell(score: Score) -> str:
     return form.format(score.value) + interval
 
 
-def head_table(maps: xr.Dataset, *, top: int = 10, trust: str | None = None) -> Table:
-    """The heads whose removal is estimated to cost most, with what is known of the estimate's worth below."""
-    importance = head_importance(maps).mean("document")
-    view = Table(
-        title=f"Heads by estimated rise of the loss ({maps.attrs['unit']})",
-        caption=trust or NOT_VALIDATED,
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for name in ("layer", "head", "output removed", "state removed", "Michel"):
-        view.add_column(name, justify="right", no_wrap=True)
-    order = np.argsort(-importance.head_output.values, axis=None)[:top]
-    for layer, head in zip(*np.unravel_index(order, importance.head_output.shape), strict=True):
-        at = importance.isel(layer=layer, head=head)
-        view.add_row(
-            str(int(at.model_layer)),
-            str(head),
-            f"{float(at.head_output):+.5f}",
-            f"{float(at.head_state):+.5f}",
-            f"{float(at.michel):.3f}",
+def head_tables(maps: xr.Dataset, *, top: int = 10, trust: str | None = None) -> list[Sheet]:
+    """The heads whose output, and those whose state, is estimated to cost most when removed, with the estimate's worth."""
+    rows = [row for row in head_rows(maps).to_pylist() if row["document"] is None]
+    measured = "output_measured" in rows[0]
+    views = []
+    for part, said in (
+        ("output", "its output is removed in the whole text"),
+        ("state", "its state is removed at every boundary"),
+    ):
+        view = Sheet(
+            f"Heads by estimated rise of the loss when {said}",
+            caption=f"{maps.attrs['unit'].capitalize()}, mean over documents. {MICHEL} {trust or NOT_VALIDATED}",
+            keys=2,
         )
-    return view
+        for name in ("layer", "head"):
+            view.add_column(name)
+        for name in ("output", "state"):
+            for heading in ("estimated", "measured") if measured else ("estimated",):
+                view.add_column(heading, group=f"{name} removed")
+        view.add_column("Michel")
+        names = [f"{p}_{x}" for p in ("output", "state") for x in (("effect", "measured") if measured else ("effect",))]
+        for row in sorted(rows, key=lambda row: -row[f"{part}_effect"])[:top]:
+            cells = (f"{row[name]:+.5f}" for name in names)
+            view.add_row(str(row["layer"]), str(row["head"]), *cells, f"{row['michel']:.3f}")
+        views.append(view)
+    return views
+
+
+def head_rows(maps: xr.Dataset) -> pa.Table:
+    """A row for each head in each document, and for the mean over documents (null): estimated and measured effects.
+
+    ``layer`` is the model's layer; ``output_effect`` and ``state_effect`` are estimated rises of the loss in nats a scored
+    token, ``output_measured`` and ``state_measured`` measured ones where there are any, ``michel`` has no unit.
+    """
+    importance = head_importance(maps)
+    columns = {"output_effect": importance.head_output, "state_effect": importance.head_state, "michel": importance.michel}
+    columns |= {
+        f"{part}_measured": maps[f"head_{part}_measured"] for part in ("output", "state") if "head_output_measured" in maps
+    }
+    rows = []
+    for i, document in enumerate([None, *maps.document.values.tolist()]):
+        for l, layer in enumerate(maps.layer.values.tolist()):
+            for h, head in enumerate(maps["head"].values.tolist()):
+                at = {
+                    name: float((x.mean("document") if document is None else x.isel(document=i - 1)).isel(layer=l, head=h))
+                    for name, x in columns.items()
+                }
+                where = {"document": None if document is None else str(document), "layer": layer}
+                rows.append(where | {"linear_layer": l, "head": head} | at)
+    return pa.Table.from_pylist(rows)
 
 
 def trust_line(scores: Sequence[Score]) -> str:
-    """One line on the default estimate of heads' outputs."""
-    of_heads = [s for s in scores if s.kind == "head_output"]
-    if not of_heads:
-        return NOT_VALIDATED
-    estimator = DEFAULT if any(s.estimator == DEFAULT for s in of_heads) else "first order"  # without samples
-    found = {s.metric: s for s in of_heads if s.estimator == estimator}
-    rho, ratio = found["spearman"], found["sum_ratio"]
-    interval = "" if np.isnan(rho.low) else f" [{rho.low:.2f}, {rho.high:.2f}]"
-    return (
-        f"Validated against measured removal of outputs: Spearman {rho.value:.2f}{interval}, "
-        f"sum of predicted over measured {ratio.value:.2f}."
-    )
+    """One line on the default estimates of heads' outputs and of their states."""
+    said = []
+    for part in ("output", "state"):
+        of_heads = [s for s in scores if s.kind == f"head_{part}"]
+        if not of_heads:
+            return NOT_VALIDATED
+        estimator = DEFAULT if any(s.estimator == DEFAULT for s in of_heads) else "first order"  # without samples
+        found = {s.metric: s for s in of_heads if s.estimator == estimator}
+        rho, ratio = found["spearman"], found["sum_ratio"]
+        interval = "" if np.isnan(rho.low) else f" [{rho.low:.2f}, {rho.high:.2f}]"
+        said.append(f"{part}s: Spearman {rho.value:.2f}{interval}, predicted over measured, summed, {ratio.value:.2f}")
+    return f"Validated against measured removal of {'; of '.join(said)}."
+
+
+def write_heads(maps: xr.Dataset, folder: Path) -> Path:
+    """``heads.csv``, the rows of :func:`head_rows`."""
+    pa_csv.write_csv(head_rows(maps), folder / "heads.csv")
+    return folder / "heads.csv"
 
 
 def write_scores(scores: Sequence[Score], folder: Path) -> Path:
@@ -117,7 +145,7 @@ def head_figure(maps: xr.Dataset, comparisons: Sequence[Comparison] = ()) -> Fig
         largest = max(np.abs(v).max() for v in values)
         for row, shown in enumerate(values):
             label = f"{title}: {('estimated', 'measured')[row]}" if name != "michel" else "Michel, scaled within a layer"
-            _heat(figure, axes[row, column], shown, importance.model_layer.values, label, largest, name != "michel")
+            _heat(figure, axes[row, column], shown, importance.layer.values, label, largest, name != "michel")
         for row in range(len(values), rows):
             axes[row, column].axis("off")
     return figure
@@ -144,7 +172,7 @@ def rank_figure(maps: xr.Dataset) -> Figure:
     lines = [(tail_effect(maps), "first order + Fisher / 2", "-")] if "gate_sample" in maps else []
     for values, label, style in [*lines, (tail_gate(maps), "first order", ":")]:
         by_layer = values.sum("head").mean(("document", "boundary"))
-        for i, layer in enumerate(maps.model_layer.values):
+        for i, layer in enumerate(maps.layer.values):
             colour = f"C{i % 10}"
             name = f"layer {layer}" if style == (lines[0][2] if lines else ":") else None
             axes.plot(by_layer["rank"], by_layer.isel(layer=i), style, color=colour, label=name)
@@ -181,7 +209,7 @@ def validation_figure(comparisons: Sequence[Comparison], scores: Sequence[Score]
             limits(-1.5 * largest, 1.5 * largest)
         limit = 1.5 * largest
         axes.plot([-limit, 0, limit], [-limit, 0, limit], color="0.7", linewidth=0.8, zorder=0)
-        axes.set_title(KINDS[comparison.kind], fontsize=9)
+        axes.set_title(SUBJECTS[comparison.kind], fontsize=9)
         axes.set_xlabel("measured rise of the loss (nats a token)", fontsize=8)
         axes.set_ylabel("predicted", fontsize=8)
         axes.tick_params(labelsize=7)
@@ -189,14 +217,18 @@ def validation_figure(comparisons: Sequence[Comparison], scores: Sequence[Score]
     return figure
 
 
-def write_figures(folder: Path, maps: xr.Dataset, comparisons: Sequence[Comparison], scores: Sequence[Score]) -> list[Path]:
-    """``heads``, ``by_rank`` and, where removals were measured, ``validation``, each as PNG and SVG."""
-    figures = {"heads": head_figure(maps, comparisons), "by_rank": rank_figure(maps)}
-    if comparisons:
-        figures["validation"] = validation_figure(comparisons, scores)
-    files = []
-    for name, figure in figures.items():
-        for suffix in ("png", "svg"):
-            files.append(folder / f"{name}.{suffix}")
-            figure.savefig(files[-1], dpi=150)
-    return files
+def write_figures(folder: Path, maps: xr.Dataset, comparisons: Sequence[Comparison] = ()) -> list[Path]:
+    """``heads`` and ``by_rank``, each as PNG and SVG."""
+    return _saved(folder, {"heads": head_figure(maps, comparisons), "by_rank": rank_figure(maps)})
+
+
+def write_validation(folder: Path, comparisons: Sequence[Comparison], scores: Sequence[Score]) -> list[Path]:
+    """``validation`` as PNG and SVG, and ``validation.csv``."""
+    return [*_saved(folder, {"validation": validation_figure(comparisons, scores)}), write_scores(scores, folder)]
+
+
+def _saved(folder: Path, figures: dict[str, Figure]) -> list[Path]:
+    files = [(folder / f"{name}.{suffix}", figure) for name, figure in figures.items() for suffix in ("png", "svg")]
+    for file, figure in files:
+        figure.savefig(file, dpi=150)
+    return [file for file, _ in files]

@@ -413,7 +413,9 @@ def test_states_that_no_scored_token_reads_have_no_gates():
     x = first_order(scored=scored).isel(document=0)
     assert (x.gate[0] != 0).any() and (x.gate[1:] == 0).all()
     assert (x.head_output[:2] != 0).all() and (x.head_output[2:] == 0).all()
-    assert (x.beta_sensitivity[:10] != 0).any() and (x.beta_sensitivity[10:] == 0).all() and (x.g_sensitivity[10:] == 0).all()
+    assert (
+        (x.beta_sensitivity[:10] != 0).any() and (x.beta_sensitivity[10:] == 0).all() and (x.g_sensitivity[10:] == 0).all()
+    )
 
 
 def test_masks_add_up():
@@ -444,7 +446,10 @@ def test_what_lies_beyond_the_end_of_a_document_is_nan(product):
         assert np.isfinite(ended[name][:12]).all() and np.isnan(ended[name][12:]).all(), name
     for name in ("gate_sample", "head_state_sample"):
         assert np.isfinite(ended[name][:, :2]).all() and np.isnan(ended[name][:, 2:]).all(), name
-    assert all(np.isfinite(product[name][0]).all() for name in ("sigma", "gate", "beta_sensitivity", "g_sensitivity", "head_output"))
+    assert all(
+        np.isfinite(product[name][0]).all()
+        for name in ("sigma", "gate", "beta_sensitivity", "g_sensitivity", "head_output")
+    )
     for tail in (tail_gate, tail_fisher, tail_effect):
         assert np.isfinite(tail(ended)[:2]).all() and np.isnan(tail(ended)[2:]).all()
 

@@ -173,7 +173,7 @@ def test_a_ledger_has_every_token_and_window(ledgers, name):
         there = np.isfinite(ledger[x].values).reshape(2, 41, -1).all(axis=-1)
         assert there.tolist() == [[True] * 41, [True] * 23 + [False] * 18]
     assert ledger["count"].values.tolist() == [[41, 10, 2, 0], [23, 5, 1, 0]]
-    assert ledger.model_layer.values.tolist() == list(c.linear_layers)
+    assert ledger.layer.values.tolist() == list(c.linear_layers)
     assert ledger.document.values.tolist() == ["of 41", "of 23"]
 
 

@@ -28,7 +28,13 @@ def made(samples=4, seed=0):
         found[name] = (dims, 0.01 * first)
         if samples:
             found[f"{name}_sample"] = (("sample", *dims), drawn)
-    coords = {"model_layer": ("layer", LAYERS), "layer": np.arange(L), "head": np.arange(H), "direction": np.arange(K)}
+    coords = {
+        "layer": LAYERS,
+        "linear_layer": ("layer", np.arange(L)),
+        "document": list("abc"),
+        "head": np.arange(H),
+        "direction": np.arange(K),
+    }
     return xr.Dataset(found, coords, {"unit": "nats a scored token"})
 
 
@@ -46,7 +52,7 @@ def compared(documents=DOCUMENTS, samples=4):
 
 
 def scored(comparisons):
-    return [s for c in comparisons for s in scores(c, draws=20)]
+    return [s for c in comparisons for s in scores(c, halves=20)]
 
 
 def printed(table):
@@ -61,7 +67,7 @@ def printed(table):
 
 def test_a_score_table_has_a_row_for_each_estimator_and_a_column_for_each_metric():
     comparison = compared()[1]
-    found = scores(comparison, draws=20)
+    found = scores(comparison, halves=20)
     said = printed(report.score_table(found, comparison))
     for estimator in ("first order", "first order + fisher / 2", "measured, other half"):
         row = next(line for line in said.splitlines() if line.startswith(f"{estimator}  "))
@@ -80,13 +86,16 @@ def test_a_score_that_does_not_exist_is_a_dash():
     assert "[" not in said
 
 
-def test_heads_are_in_the_order_of_the_estimate_by_their_layer_in_the_model():
+@pytest.mark.parametrize(("part", "which"), [("output", 0), ("state", 1)])
+def test_heads_are_in_the_order_of_each_estimate_by_their_layer_in_the_model(part, which):
     maps = made()
     importance = report.head_importance(maps).mean("document")
-    said = printed(report.head_table(maps, top=3))
+    said = printed(report.head_tables(maps, top=3)[which])
     rows = [line.split() for line in said.splitlines() if line.split() and line.split()[0].isdigit()]
-    order = np.argsort(-importance.head_output.values, axis=None)[:3]
-    for row, (layer, head) in zip(rows, zip(*np.unravel_index(order, (L, H)), strict=True), strict=True):
+    values = importance[f"head_{part}"].values
+    for row, (layer, head) in zip(
+        rows, zip(*np.unravel_index(np.argsort(-values, axis=None)[:3], (L, H)), strict=True), strict=True
+    ):
         at = importance.isel(layer=layer, head=head)
         assert row == [
             str(LAYERS[layer]),
@@ -97,9 +106,40 @@ def test_heads_are_in_the_order_of_the_estimate_by_their_layer_in_the_model():
         ]
 
 
+def test_measured_effects_stand_beside_the_estimates_in_tables_and_rows(tmp_path):
+    measured = xr.DataArray(np.random.default_rng(3).standard_normal((DOCUMENTS, L, H)), dims=("document", "layer", "head"))
+    maps = made().assign(head_output_measured=measured, head_state_measured=2 * measured)
+    rows = pa_csv.read_csv(report.write_heads(maps, tmp_path)).to_pylist()
+    assert len(rows) == (DOCUMENTS + 1) * L * H
+    importance = report.head_importance(maps)
+    for row in rows:
+        of = "mean" if row["document"] in (None, "") else row["document"]
+        at = (importance.mean("document") if of == "mean" else importance.sel(document=of)).sel(
+            layer=row["layer"], head=row["head"]
+        )
+        m = (measured.mean("document") if of == "mean" else measured[list("abc").index(of)])[
+            row["linear_layer"], row["head"]
+        ]
+        assert LAYERS[row["linear_layer"]] == row["layer"]
+        np.testing.assert_allclose(
+            [row["output_effect"], row["state_effect"], row["output_measured"], row["state_measured"]],
+            [at.head_output, at.head_state, m, 2 * m],
+        )
+    best = max((r for r in rows if r["document"] in (None, "")), key=lambda r: r["state_effect"])
+    first = next(
+        line.split() for line in printed(report.head_tables(maps)[1]).splitlines() if line.split()[:1] in (["1"], ["3"])
+    )
+    assert first == [
+        str(best["layer"]),
+        str(best["head"]),
+        *(f"{best[n]:+.5f}" for n in ("output_effect", "output_measured", "state_effect", "state_measured")),
+        f"{best['michel']:.3f}",
+    ]
+
+
 def test_a_head_table_without_scores_says_that_it_is_not_validated():
     for trust in (None, report.trust_line([])):
-        said = " ".join(printed(report.head_table(made(), trust=trust)).split())
+        said = " ".join(printed(report.head_tables(made(), trust=trust)[0]).split())
         assert report.NOT_VALIDATED in said
         assert "Validated against" not in said
 
@@ -107,12 +147,12 @@ def test_a_head_table_without_scores_says_that_it_is_not_validated():
 def test_a_head_table_with_scores_states_the_numbers():
     found = scored(compared())
     by = {s.metric: s for s in found if (s.kind, s.estimator) == ("head_output", report.DEFAULT)}
-    said = " ".join(printed(report.head_table(made(), trust=report.trust_line(found))).split())
+    said = " ".join(printed(report.head_tables(made(), trust=report.trust_line(found))[1]).split())
     rho = by["spearman"]
     assert (
         f"Validated against measured removal of outputs: Spearman {rho.value:.2f} [{rho.low:.2f}, {rho.high:.2f}]" in said
     )
-    assert f"sum of predicted over measured {by['sum_ratio'].value:.2f}" in said
+    assert f"predicted over measured, summed, {by['sum_ratio'].value:.2f}; of states: Spearman" in said
     assert "Not validated" not in said
 
 
@@ -143,7 +183,8 @@ def test_scores_are_written_a_row_each(tmp_path):
 @pytest.mark.parametrize(("documents", "samples"), [(0, 4), (1, 0), (3, 4)])
 def test_figures_are_written_as_png_and_svg(tmp_path, samples, documents):
     comparisons = compared(documents, samples) if documents else []
-    files = report.write_figures(tmp_path, made(samples), comparisons, scored(comparisons))
+    files = report.write_figures(tmp_path, made(samples), comparisons)
+    files += report.write_validation(tmp_path, comparisons, scored(comparisons))[:-1] if documents else []
     names = ["heads", "by_rank", *(["validation"] if documents else [])]
     assert [file.name for file in files] == [f"{name}.{suffix}" for name in names for suffix in ("png", "svg")]
     for file in files:
@@ -177,4 +218,5 @@ def test_effects_of_nothing_can_be_drawn(tmp_path):
     zero = [Comparison(c.kind, c.units, 0 * c.measured, {n: 0 * x for n, x in c.predicted.items()}) for c in compared()]
     maps = made()
     maps = maps.map(lambda x: 0 * x, keep_attrs=True).assign(scored=maps.scored)
-    assert len(report.write_figures(tmp_path, maps, zero, scored(zero))) == 6
+    assert len(report.write_figures(tmp_path, maps, zero)) == 4
+    assert len(report.write_validation(tmp_path, zero, scored(zero))) == 3
