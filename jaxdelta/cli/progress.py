@@ -17,17 +17,17 @@ class Lines:
 
     def __init__(self, interval: float = INTERVAL):
         self._interval = interval
-        self._task: tuple[str, float | None, float | None] | None = None  # description, completed, total
+        self._task: tuple[str, int, int | None] | None = None  # description, completed, total
         self._begun = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._print, daemon=True)
 
-    def add_task(self, description: str, *, total: float | None = None) -> int:
+    def add_task(self, description: str, *, total: int | None = None) -> int:
         """Begin what the lines are about from now on."""
-        self._task, self._begun = (description, None, total), time.monotonic()
+        self._task, self._begun = (description, 0, total), time.monotonic()
         return 0
 
-    def update(self, task: int, *, completed: float, total: float | None = None) -> None:
+    def update(self, task: int, *, completed: int, total: int | None = None) -> None:
         """Note how far it is."""
         description, _, known = self._task
         self._task = (description, completed, known if total is None else total)
@@ -49,8 +49,8 @@ class Lines:
                     return
 
 
-def _line(description: str, completed: float | None, total: float | None, seconds: float) -> str:
-    done = f": {completed or 0:.0f} of {total:.0f}" if total else ""
+def _line(description: str, completed: int, total: int | None, seconds: float) -> str:
+    done = f": {completed} of {total}" if total else ""
     return f"{description}{done}, {elapsed(seconds)}"
 
 
