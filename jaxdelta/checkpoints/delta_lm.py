@@ -18,8 +18,10 @@ from jaxdelta.checkpoints.key_table import (
     field,
     fraction,
     ignored_names,
+    layers,
     match,
     one_value,
+    prefix_of,
     real,
     refuse_elsewhere,
     require,
@@ -33,13 +35,14 @@ ARCHITECTURES = {
     "gated_deltanet": "GatedDeltaNetForCausalLM",
     "gated_deltaproduct": "GatedDeltaProductForCausalLM",
 }
+PREFIXES = ("model.", "")  # the latter of a model saved without its head
 IGNORED = {
     "rotary frequencies": ROTARY,
     # The first release made one a step and used the first alone.
-    "unused query convolutions": re.compile(r"^model\.layers\.\d+\.attn\.q_conv1ds\.[1-9]\d*\.weight$"),
+    "unused query convolutions": re.compile(r"^(model\.)?layers\.\d+\.attn\.q_conv1ds\.[1-9]\d*\.weight$"),
 }
 # The first Gated DeltaNets had one a head, of the Mamba2 that they were made from, and did not use it.
-UNUSED_SKIPS = {"unused skip weights": re.compile(r"^model\.layers\.\d+\.attn\.D$")}
+UNUSED_SKIPS = {"unused skip weights": re.compile(r"^(model\.)?layers\.\d+\.attn\.D$")}
 GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # fla's default last of its synonyms, so it is written
 # Where the first release of DeltaProduct kept a list of tensors, one a step (one alone for queries).
 LISTS = {f"{x}_proj.weight": f"{x}_projs.{{}}.weight" for x in "kvb"} | {
@@ -57,18 +60,18 @@ def config_from_json(raw: dict[str, Any]) -> DeltaLMConfig:
     refuse_elsewhere(raw)
     require(raw, "hidden_act", "swish", default="swish")
     require(raw, "attnres_block_size", None, default=None)
-    width, layers = field(raw, "hidden_size", 2048), field(raw, "num_hidden_layers", 24 if family == "delta_net" else 21)
+    width, depth = field(raw, "hidden_size", 2048), layers(raw, 24 if family == "delta_net" else 21)
     heads = field(raw, "num_heads", 16 if family == "delta_net" else 6)
     if heads < 1:
         raise CheckpointError(f"config.json has num_heads = {heads}; expected at least 1")
-    attention = _attention(raw, width, layers)
+    attention = _attention(raw, width, depth)
     try:
         return DeltaLMConfig(
             family=family,
             vocab_size=field(raw, "vocab_size", 32000),
             width=width,
             mlp_width=_mlp_width(raw, width),
-            layer_kinds=tuple("attention" if i in attention else "linear" for i in range(layers)),
+            layer_kinds=tuple("attention" if i in attention else "linear" for i in range(depth)),
             attention=tuple(attention[i] for i in sorted(attention)),
             conv_width=field(raw, "conv_size", 4) if _flag(raw, "use_short_conv", True) else 1,
             negative_eigenvalues=_flag(raw, "allow_neg_eigval", False),
@@ -224,20 +227,19 @@ def stored_names(config: DeltaLMConfig, names: list[str]) -> tuple[dict[Entry, t
     """The stored names of every entry, and the ignored names by group; raises as :func:`key_table.match` does."""
     ignored = ignored_names(IGNORED | (UNUSED_SKIPS if config.family == "gated_deltanet" else {}), names)
     left = set(names) - {n for group in ignored.values() for n in group}
-    expected = {e: _parts(e, config.num_householder, left) for e in entries(config)}
+    prefix = prefix_of(left, PREFIXES)
+    expected = {e: _parts(e.stored_name(prefix), config.num_householder, left) for e in entries(config)}
     found, copies = match(expected, left, tied=config.tied)
     return found, ignored | copies
 
 
-def _parts(entry: Entry, steps: int, names: set[str]) -> tuple[str, ...]:
+def _parts(whole: str, steps: int, names: set[str]) -> tuple[str, ...]:
     """The tensors whose rows an entry stacks: one, or one a step in a checkpoint of the first release."""
-    whole = entry.stored_name()
     folder, _, leaf = whole.rpartition("attn.")
-    if whole in names or leaf not in LISTS:
+    if whole in names or leaf not in LISTS or f"{folder}attn.{LISTS[leaf].format(0)}" not in names:
         return (whole,)
-    count = 1 if leaf.startswith("q_") else steps
-    parts = tuple(f"{folder}attn.{LISTS[leaf].format(j)}" for j in range(count))
-    return parts if parts[0] in names else (whole,)
+    count = 1 if leaf.startswith("q_") else min(steps, len(names) + 1)  # no more than what is missing can name
+    return tuple(f"{folder}attn.{LISTS[leaf].format(j)}" for j in range(count))
 
 
 def _attention(raw: dict[str, Any], width: int, layers: int) -> dict[int, AttentionSizes]:

@@ -17,6 +17,7 @@ from jaxdelta import json_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LONGEST_HEADER = 100_000_000  # of the format; a file that says more is another one
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # pickles that lie beside weights
 
 
@@ -142,7 +143,7 @@ def _diagnosis(file: Path) -> str:
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_size = int.from_bytes(stream.read(8), "little")
-        if size >= 8 + header_size:
+        if header_size <= LONGEST_HEADER and size >= 8 + header_size:
             try:
                 header = json_text.parse(stream.read(header_size))
                 ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]

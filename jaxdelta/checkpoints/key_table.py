@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxdelta.checkpoints.files import CheckpointError, some
@@ -13,6 +13,7 @@ COPY = "copy of the embedding"  # the group of a tied head that is stored too
 ROTARY = re.compile(r"^(.*\.)?rotary(_emb)?\.((original_)?inv_freq|scale|(cos|sin)_(k_)?cached)$")
 # Fields of config.json that would change what is read, and that no released model has.
 ELSEWHERE = ("configuration_files", "per_layer_config")
+MOST_LAYERS = 10_000
 
 
 class Entry(NamedTuple):
@@ -37,6 +38,11 @@ def ignored_names(patterns: dict[str, re.Pattern], names: list[str]) -> dict[str
     """The names of each group that has any."""
     groups = {group: sorted(n for n in names if pattern.match(n)) for group, pattern in patterns.items()}
     return {group: members for group, members in groups.items() if members}
+
+
+def prefix_of(names: Collection[str], prefixes: Sequence[str]) -> str:
+    """The first prefix that the names of layers have; the usual one, "model.", where there is no layer."""
+    return next((p for p in prefixes if any(name.startswith(f"{p}layers.") for name in names)), "model.")
 
 
 def match(
@@ -121,6 +127,14 @@ def tied_embeddings(text: dict[str, Any], raw: dict[str, Any]) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json has tie_word_embeddings = {value!r}; expected true or false")
     return value
+
+
+def layers(fields: dict[str, Any], default: int | None = None) -> int:
+    """``num_hidden_layers`` of ``config.json``, small enough to list every layer."""
+    count = field(fields, "num_hidden_layers", default)
+    if not 0 <= count <= MOST_LAYERS:
+        raise CheckpointError(f"config.json has num_hidden_layers = {count}; expected at most {MOST_LAYERS}")
+    return count
 
 
 def fraction(part: int, whole: int) -> float:

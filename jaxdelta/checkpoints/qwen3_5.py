@@ -18,8 +18,10 @@ from jaxdelta.checkpoints.key_table import (
     field,
     fraction,
     ignored_names,
+    layers,
     match,
     one_value,
+    prefix_of,
     real,
     refuse_elsewhere,
     require,
@@ -28,7 +30,7 @@ from jaxdelta.checkpoints.key_table import (
 from jaxdelta.models.config import Qwen3_5Config
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
-PREFIXES = ("model.language_model.", "model.")
+PREFIXES = ("model.language_model.", "model.", "")  # of a multimodal model, of a text model, of one saved without its head
 IGNORED = {
     "vision tower": re.compile(r"^model\.visual\."),
     "multi-token prediction": re.compile(r"^(model\.)?mtp\."),
@@ -176,7 +178,7 @@ def stored_names(config: Qwen3_5Config, names: list[str]) -> tuple[dict[Entry, t
     """The stored name of every entry, and the ignored names by group; raises as :func:`key_table.match` does."""
     ignored = ignored_names(IGNORED, names)
     left = set(names) - {n for group in ignored.values() for n in group}
-    prefix = PREFIXES[0] if any(n.startswith(PREFIXES[0]) for n in left) else PREFIXES[1]
+    prefix = prefix_of(left, PREFIXES)
     found, copies = match({e: (e.stored_name(prefix),) for e in entries(config)}, left, tied=config.tied)
     return found, ignored | copies
 
@@ -221,7 +223,7 @@ def _rope_places(fields: dict[str, Any], inside: str) -> list[list[tuple[str, di
 
 
 def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
-    count = field(text, "num_hidden_layers")
+    count = layers(text)
     interval = max(1, field(text, "full_attention_interval", 4))
     types = text.get("layer_types") or [  # both may stand there; names of tensors bear out which is meant
         "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)

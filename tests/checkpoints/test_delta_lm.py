@@ -484,6 +484,26 @@ def test_a_field_beside_attention_may_say_the_same_or_mean_nothing():
     assert config_from_json(fla_json("delta_net", attn=None, rope_theta=5e5)).attention == ()
 
 
+@ALL
+def test_a_tied_model_may_be_saved_without_its_head(tmp_path, family):
+    """Names then have no prefix; the first release's layout may be among them."""
+    stored = {name: array for name, array in fla_tensors(family).items() if name != "lm_head.weight"}
+    layout = first_release(stored) if family == "gated_deltaproduct" else stored
+    bare = {name.removeprefix("model."): array for name, array in layout.items()}
+    jd.save(jd.load(folder_of(tmp_path / "fla", family, bare, tie_word_embeddings=True)), tmp_path / "saved")
+    assert_same_bits(load_file(tmp_path / "saved" / "model.safetensors"), stored)
+
+
+def test_sizes_beyond_all_measure_are_refused_at_once(tmp_path):
+    with pytest.raises(CheckpointError, match="num_hidden_layers = 2000000000; expected at most 10000"):
+        config_from_json(fla_json("delta_net", num_hidden_layers=2_000_000_000))
+    folder = folder_of(
+        tmp_path / "fla", "gated_deltaproduct", first_release(fla_tensors("gated_deltaproduct")), num_householder=2**31 - 1
+    )
+    with pytest.raises(CheckpointError, match=r"missing: .*_projs\.10\.weight"):
+        jd.load(folder)
+
+
 def test_rotary_frequencies_are_ignored_by_name(tmp_path):
     extra = {"model.layers.1.attn.rotary.inv_freq": np.zeros(5, np.float32)}
     folder = folder_of(tmp_path / "fla", "delta_net", fla_tensors("delta_net") | extra)

@@ -304,3 +304,11 @@ def test_an_index_that_is_nested_too_deeply_is_named(tmp_path):
     (tmp_path / files.INDEX).write_text("[" * 200_000)
     with pytest.raises(CheckpointError, match=rf"{files.INDEX} is not valid JSON \(nested too deeply\)"):
         TensorFiles(tmp_path)
+
+
+def test_a_header_that_claims_more_than_the_memory_holds_is_refused(tmp_path):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write((200 << 30).to_bytes(8, "little"))
+        file.truncate((200 << 30) + 100)  # no byte of it on the disk
+    with pytest.raises(CheckpointError, match="its 214748364900 bytes are no safetensors file; download it again"):
+        TensorFiles(tmp_path)

@@ -125,6 +125,8 @@ def test_sizes_of_the_0_8b_model():
         (flat(hidden_size="44"), "hidden_size = '44'; expected a whole number"),
         (flat(intermediate_size=59.5), "intermediate_size = 59.5; expected a whole number"),
         (flat(num_hidden_layers=0, layer_types=[]), "layer_kinds"),
+        (flat(num_hidden_layers=2_000_000_000, layer_types=None), "num_hidden_layers = 2000000000; expected at most 10000"),
+        (flat(num_hidden_layers=-1, layer_types=None), "num_hidden_layers = -1; expected at most"),
         (flat(linear_key_head_dim=0), "key_dim is 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -304,7 +306,7 @@ def test_the_0_8b_checkpoint_has_320_text_tensors_of_488():
     assert sum(int(np.prod(entry.shape)) for entry in table) == 752_393_024
 
 
-@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model.", ""])
 def test_either_prefix_is_taken_away(prefix):
     found, ignored = stored_names(CONFIG, list(hub_tensors(prefix=prefix)))
     assert {entry.name: names for entry, names in found.items()} == {
@@ -344,7 +346,7 @@ def test_rotary_buffers_of_older_tools_are_ignored_by_name(name):
     assert stored_names(CONFIG, [*hub_tensors(), name])[1] == {"rotary frequencies": [name]}
 
 
-@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model.", ""])
 def test_a_tied_model_may_be_stored_under_its_heads_name(prefix):
     names = [n for n in hub_tensors(prefix=prefix) if "embed_tokens" not in n]
     found, ignored = stored_names(CONFIG, [*names, "lm_head.weight"])
