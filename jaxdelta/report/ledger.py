@@ -8,7 +8,7 @@ from rich.console import Group
 
 from jaxdelta.report.sheet import Sheet
 
-CLAIM, NUMBER, VERDICT = 41, 10, 13  # cells, where there is room: the tables stand below one another
+CLAIM, NUMBER, VERDICT = 40, 9, 13  # cells, where there is room: the tables stand below one another
 
 
 def tables(rows: pa.Table) -> Group:
