@@ -224,7 +224,9 @@ def _ids(value: Any, where: str) -> np.ndarray:
         raise ValueError(f'{where}: expected "ids" to be a list of token ids')
     for index, i in enumerate(value):
         if type(i) is not int or not 0 <= i <= LARGEST_ID:
-            raise ValueError(f'{where}: "ids" has {str(i)[:40]} at index {index}; expected whole numbers of at least 0')
+            raise ValueError(
+                f'{where}: "ids" has {str(i)[:40]} at index {index}; expected whole numbers of at least 0, below 2^31'
+            )
     return np.array(value, np.int32)
 
 

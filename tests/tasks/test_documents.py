@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -30,6 +31,68 @@ def test_json_lines_hold_strings_or_objects_with_a_text(tmp_path):
     lines = ['"w1 w2"', "", json.dumps({"id": 5, "text": "w3\nw4"}), "  ", json.dumps({"text": "é\u2028漢"})]
     file = write(tmp_path / "a.jsonl", "\n".join(lines) + "\n")
     assert read_documents([file]) == {"a.jsonl:1": "w1 w2", "a.jsonl:3": "w3\nw4", "a.jsonl:5": "é\u2028漢"}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".JSONL", ".ndjson", ".NDJson", ".jsonlines", ".json", ".JSON"])
+def test_json_lines_are_read_under_each_of_their_names(tmp_path, suffix):
+    """Several values, each on a line, are no one JSON text, whatever the name says."""
+    file = write(tmp_path / f"a{suffix}", '{"text": "w1 {w2}"}\n"w3"\n')
+    assert read_documents([file]) == {f"a{suffix}:1": "w1 {w2}", f"a{suffix}:2": "w3"}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_in_json_holds_a_document_an_item(tmp_path, indent):
+    file = write(tmp_path / "a.json", json.dumps(["w1 w2", {"text": "w3", "id": 5}], indent=indent))
+    assert read_documents([file]) == {"a.json:1": "w1 w2", "a.json:2": "w3"}
+
+
+@pytest.mark.parametrize("value", ["w1 w2", {"text": "w1 w2"}], ids=["string", "object"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_one_value_in_json_is_one_document(tmp_path, value, indent):
+    assert read_documents([write(tmp_path / "a.json", json.dumps(value, indent=indent))]) == {"a.json": "w1 w2"}
+
+
+def test_token_ids_are_documents_beside_texts(tmp_path):
+    lines = [{"ids": [5, 3, 0, 2**31 - 1]}, {"text": "w1", "name": "of its own"}, {"name": "ids", "ids": [1, 2]}]
+    found = read_documents([write(tmp_path / "a.ndjson", "\n".join(map(json.dumps, lines)))])
+    assert list(found) == ["a.ndjson:1", "of its own", "ids"]
+    assert found["of its own"] == "w1"
+    np.testing.assert_array_equal(found["a.ndjson:1"], [5, 3, 0, 2**31 - 1])
+    assert found["ids"].dtype == np.int32
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".py", ".html", ".xml", ".tex", ""])
+def test_text_of_every_other_kind_is_read_as_it_stands(tmp_path, suffix):
+    text = '{"text": "<b>w1</b>"}\n'
+    assert read_documents([write(tmp_path / f"a{suffix}", text)]) == {f"a{suffix}": text}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.csv", "structured data"),
+        ("a.TSV", "structured data"),
+        ("a.ipynb", "structured data"),
+        ("a.jsonl.gz", "an archive"),
+        ("a.zip", "an archive"),
+        ("a.parquet", "binary data"),
+        ("a.npy", "binary data"),
+        ("a.safetensors", "binary data"),
+        ("a.PDF", "a file of another program"),
+        ("a.docx", "a file of another program"),
+    ],
+)
+def test_what_is_no_text_is_told_by_what_it_is(tmp_path, name, kind):
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is {kind}, no text; [a-z]+ ") as error:
+        read_documents([write(tmp_path / name, "letters, all of them ASCII")])
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_text_is_found_under_the_name_of_one(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.txt is a file of another program, no text; export its text"):
+        read_documents([write(tmp_path / "a.txt", "%PDF-1.4 of ASCII alone")])
+    with pytest.raises(ValueError, match=r"b\.txt is not UTF-8 text \(a zero byte at byte 1\)"):
+        read_documents([write(tmp_path / "b.txt", "w1 w2".encode("utf-16-le"))])
 
 
 @pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x7f"], ids=ascii)
@@ -80,6 +143,31 @@ def test_a_text_is_read_as_it_is_but_for_a_byte_order_mark(tmp_path):
         ("a.jsonl", "5", r"a\.jsonl, line 1: expected a string"),
         ("a.jsonl", "null", r"a\.jsonl, line 1: expected a string"),
         ("a.jsonl", '["w1", "w2"]', r"a\.jsonl, line 1: expected a string"),
+        ("a.jsonl", "[" * 100_000, r"a\.jsonl, line 1: not JSON \(nested too deeply\)"),
+        ("a.json", "[" * 100_000, r"a\.json: not JSON \(nested too deeply\)"),
+        ("a.jsonl", '"w1"\n{"id": ' + "9" * 5000 + "}", r"a\.jsonl, line 2: not JSON \(a number has too many digits\)"),
+        ("a.json", '{"text": "w1"', r"a\.json: not JSON"),
+        ("a.json", '[\n"w1",\n"w2"\n', r"a\.json: not JSON"),
+        ("a.json", "[]", r"a\.json holds no document"),
+        ("a.json", "", r"a\.json holds no document"),
+        (
+            "a.json",
+            "[1, 2, 3]",
+            r'a\.json, item 1: expected a string, or an object with a string "text" or token ids "ids"',
+        ),
+        ("a.json", '["w1", {"body": "w2"}]', r"a\.json, item 2: expected a string"),
+        ("a.json", '{"data": ["w1"]}', r"a\.json: expected a string"),
+        ("a.json", "5", r"a\.json: expected a string"),
+        ("a.jsonl", '{"text": "w1", "ids": [1]}', r'a\.jsonl, line 1: holds both "text" and "ids"'),
+        ("a.jsonl", '{"ids": "1 2"}', r'a\.jsonl, line 1: expected "ids" to be a list of token ids'),
+        ("a.jsonl", '{"ids": [1, 2.0]}', r'a\.jsonl, line 1: "ids" has 2\.0 at index 1; expected whole numbers'),
+        ("a.jsonl", '{"ids": [1, true]}', r'a\.jsonl, line 1: "ids" has True at index 1'),
+        ("a.jsonl", '{"ids": [1, -1]}', r'a\.jsonl, line 1: "ids" has -1 at index 1; expected whole numbers of at least 0'),
+        ("a.jsonl", '{"ids": [2147483648]}', r'a\.jsonl, line 1: "ids" has 2147483648 at index 0; expected whole numbers'),
+        ("a.jsonl", '{"ids": [[1, 2]]}', r'a\.jsonl, line 1: "ids" has \[1, 2\] at index 0'),
+        ("a.jsonl", '{"ids": [1, 2], "name": 5}', r"""a\.jsonl, line 1: "name" is '5'; expected a string"""),
+        ("a.jsonl", '{"ids": [1, 2], "name": " "}', r'a\.jsonl, line 1: "name" is'),
+        ("a.jsonl", '{"text": "w1", "name": "n"}\n{"text": "w2", "name": "n"}', "n is given twice"),
         ("a.txt", b"w1 \xff w2", r"a\.txt is not UTF-8 \(invalid start byte at byte 3\)"),
         ("a.txt", bytes(range(256)), r"a\.txt is not UTF-8"),
         ("a.jsonl", b'"\xff"', r"a\.jsonl is not UTF-8"),
@@ -172,6 +260,12 @@ def test_checksums_tell_documents_apart():
 def test_what_is_no_row_of_tokens_is_refused_by_name(document, message):
     with pytest.raises(ValueError, match=f"document_1 .*{message}"):
         tokenize([np.array([1, 2]), document], tokenizer())
+
+
+@pytest.mark.parametrize(("ids", "wrong"), [([5, 97], 97), ([-1, 5], -1), ([5, 3, 2**31 - 1], 2**31 - 1)])
+def test_an_id_without_a_row_in_the_embedding_is_refused_by_name(ids, wrong):
+    with pytest.raises(ValueError, match=f"document_1 has the token id {wrong}; the model's run from 0 to 96"):
+        tokenize([np.array([5, 96]), np.array(ids)], None, vocab_size=97)
 
 
 def test_a_text_needs_a_tokenizer():
