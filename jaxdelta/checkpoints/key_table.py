@@ -46,7 +46,7 @@ def prefix_of(names: Collection[str], prefixes: Sequence[str]) -> str:
 
 
 def match(
-    expected: dict[Entry, tuple[str, ...]], names: set[str], *, tied: bool
+    expected: dict[Entry, tuple[str, ...]], names: set[str], *, tied: bool = False
 ) -> tuple[dict[Entry, tuple[str, ...]], dict[str, list[str]]]:
     """``expected``, where its tensors are exactly ``names``, and the names that repeat others.
 

@@ -38,6 +38,7 @@ def info_command(arguments: argparse.Namespace, console: Output) -> None:
         "states": f"{linear} layers x {c.num_value_heads} heads of {c.key_dim} x {c.value_dim} (K x V){writes}",
         "width, MLP, vocabulary": f"{c.width}, {c.mlp_width}, {c.vocab_size} ({'tied' if c.tied else 'untied'} head)",
         "parameters": f"{info.num_parameters:,} in {info.num_tensors} tensors: {stored}",
+        "weights": ", ".join(info.files) + (f"; not read: {', '.join(info.unread)}" if info.unread else ""),
         "ignored tensors": ignored,
         "tokenizer": ", ".join(info.tokenizer_files) or "none: give documents as token ids, or --tokenizer",
     }

@@ -540,6 +540,7 @@ def test_info_says_what_a_checkpoint_is(tmp_path, monkeypatch, capsys, family, l
     assert layers in said
     assert states in said
     assert "40, 59, 97 (untied head)" in said
+    assert "weights model.safetensors ignored" in said
     assert "Qwen" not in said
 
 

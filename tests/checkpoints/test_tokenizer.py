@@ -15,7 +15,7 @@ from tests.tiny import hub_tensors, nested_json, tokenizer, write
 TEXTS = [
     "Hello world, it's 1234 fine!\n\n  don't  stop",
     "na\u00efve cafe\u0301 \u0928\u092e\u0938\u094d\u0924\u0947 \u65e5\u672c\u8a9e \U0001f600",
-    "a<|endoftext|>b <pad> c <extra> d <think>hi</think>",
+    "a<|endoftext|>b <pad> c <extra> d <think> hi</think>",
     "  x\t\ty\r\n z",
     "",
 ]
