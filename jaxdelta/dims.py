@@ -9,6 +9,10 @@ The same letters stand in annotations, einsum strings and docstrings:
     P writes of a linear layer: T x n_h, a token's Householder steps side by side
 
 The state S is K x V per head and, like decays, write strengths and every read of S, is f32 or wider.
+
+Public functions of arrays compute in the dtype of their arguments and at least f32. Float64 numpy arrays are computed in
+float64, whatever jax's setting, and come back as numpy arrays (:func:`keeps_f64`); inside of jit, jax decides. Functions of
+a model or a carry compute in the model's dtype.
 """
 
 from collections.abc import Callable
@@ -37,7 +41,7 @@ Matrices: TypeAlias = Float[AnyArray, "*batch K V"]
 Spectrum: TypeAlias = Float[Array, "*batch R"]
 
 
-def accumulation_dtype(*arrays: Array) -> jnp.dtype:
+def accumulation_dtype(*arrays: AnyArray) -> jnp.dtype:
     """The dtype in which a recurrence or a factorization of ``arrays`` runs: theirs, and at least f32."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
@@ -47,19 +51,52 @@ def is_traced(x) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def known(x) -> np.ndarray | None:
+    """The value of ``x`` on the host; None where a transformation such as jit is tracing it.
+
+    Checks compute with numpy: what jax computes from a known array is not known inside of jit.
+    """
+    return None if is_traced(x) else np.asarray(x)
+
+
+def as_matrices(S: AnyArray) -> Array:
+    """``S`` in f32 or wider.
+
+    Raises:
+        ValueError: it has fewer than two axes.
+    """
+    if np.ndim(S) < 2:
+        raise ValueError(f"S has shape {np.shape(S)}; expected matrices [..., K, V]")
+    S = jnp.asarray(S)
+    return S.astype(accumulation_dtype(S))
+
+
+def along_last(x: Array, like: Array) -> Array:
+    """A vector as the last axis of arrays like ``like``, for users who have jax refuse that it adds axes."""
+    return x.reshape(*(1,) * (like.ndim - 1), -1)
+
+
+def first(count: Int[Array, "*batch"], size: int) -> Bool[Array, "*batch size"]:
+    """Which of ``size`` entries are among the first ``count``."""
+    count = jnp.asarray(count)[..., None]
+    return along_last(jnp.arange(size), count) < count
+
+
 def keeps_f64(function: Callable) -> Callable:
     """Let a function of arrays compute float64 numpy arrays in float64, whatever jax's setting, and return numpy arrays.
 
-    Without one among its arguments, or with traced ones, the function is called as it is.
+    Without one among its arguments, or with traced ones, the function is called as it is. Single numbers do not count.
     """
 
     @wraps(function)
     def call(*args, **kwargs):
-        leaves = jax.tree.leaves((args, kwargs))
-        wide = any(isinstance(x, np.ndarray | np.float64) and x.dtype == np.float64 for x in leaves)
-        if not wide or any(map(is_traced, leaves)):
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        wide = [isinstance(x, np.ndarray) and x.ndim > 0 and x.dtype == np.float64 for x in leaves]
+        if not any(wide) or any(map(is_traced, leaves)):
             return function(*args, **kwargs)
-        with jax.enable_x64(True):
+        with jax.enable_x64(True):  # as jax arrays, which functions called on the way leave as they are
+            leaves = [jnp.asarray(x) if w else x for x, w in zip(leaves, wide, strict=True)]
+            args, kwargs = jax.tree.unflatten(structure, leaves)
             return jax.tree.map(np.asarray, function(*args, **kwargs))
 
     return call

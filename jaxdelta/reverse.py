@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxdelta.dims import Tokens
+from jaxdelta.dims import Tokens, first
 from jaxdelta.interventions import Intervention, started
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Carry, Decoder, states, with_states
@@ -309,7 +309,7 @@ def _pull_segment(config, objective, params, recurrent, caches, tokens, length, 
     model = rebuilt(config, params)
     B, T = tokens.shape
     begin = jnp.max(recurrent.position)  # of every row whose text goes on
-    is_text = jnp.arange(T) < length[:, None]
+    is_text = first(length, T)
 
     def written(cache: Array) -> Array:
         """The places that this segment wrote."""

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxdelta.analysis.ablation import Direction, direction_terms, places, segment_at, without
 from jaxdelta.analysis.objectives import objective_of
-from jaxdelta.dims import HIGHEST
+from jaxdelta.dims import HIGHEST, along_last
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.nn.linear_mixer import LinearCarry
 from jaxdelta.reverse import Pulled, Recurrent, Tape, branch, extend, join, pull_back, split
@@ -81,7 +81,9 @@ def _pushed(config, params, recurrent, caches, tokens, targets, length, scored, 
     zeros = jnp.zeros(d_hidden.shape[:1] + d_hidden.shape[2:3], normalizer.dtype)
     mean, square = over_words(model, len(hidden_rows) * len(zeros), add, (zeros, zeros))
     target = jnp.einsum("xtd,td->xt", d_hidden[:, 0], model.head_weight[targets[0]], precision=HIGHEST)
-    first, second = (jnp.sum(jnp.where(weight, x, 0), axis=-1) for x in (mean - target, square - mean * mean))
+    first, second = (
+        jnp.sum(jnp.where(along_last(weight, x), x, 0), axis=-1) for x in (mean - target, square - mean * mean)
+    )
     return tuple(following), first, second
 
 

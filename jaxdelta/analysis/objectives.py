@@ -40,7 +40,7 @@ class NextToken:
         expected, labels = expected_and_sampled(model, hidden, normalizer, inputs.uniforms)
         words = jnp.concatenate([inputs.targets[None], labels])
         weights = jnp.where(inputs.scored, 1.0, 0.0).astype(losses.dtype)
-        into = (expected - model.head_weight[words]) * weights[..., None]
+        into = (expected[None] - model.head_weight[words]) * weights[None, ..., None]
         return losses * weights, into.at[0].divide(jnp.maximum(inputs.count, 1)[:, None, None])
 
 
@@ -133,7 +133,7 @@ def expected_and_sampled(
         if not len(levels):
             return mean, below, passed
         cumulative = below + jnp.cumsum(p, axis=-1)
-        return mean, cumulative[:, -1:], passed + jnp.sum(cumulative < levels, axis=-1, dtype=jnp.int32)
+        return mean, cumulative[:, -1:], passed + jnp.sum(cumulative[None] < levels, axis=-1, dtype=jnp.int32)
 
     start = jnp.zeros((B * T, D), wide), jnp.zeros((B * T, 1), wide), jnp.zeros(levels.shape[:2], jnp.int32)
     mean, _, passed = over_words(model, B * T, add, start)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxdelta.dims import HIGHEST, AnyArray
+from jaxdelta.dims import HIGHEST, AnyArray, first
 from jaxdelta.models.decoder import Carry, states, with_states
 from jaxdelta.ops.directions import scaled
 from jaxdelta.ops.soft_filter import soft_filter
@@ -201,7 +201,7 @@ class Noise(Perturbation):
         # One factorization of both sides: several in one program can deadlock a CPU. Missing rows are zero.
         with jax.threefry_partitionable(True):
             gauss = jax.random.normal(jax.random.fold_in(own, index), (2, *S.shape[:-2], max(K, V), n), S.dtype)
-        rows = jnp.arange(max(K, V))[:, None] < jnp.array([K, V]).reshape(2, *(1,) * (S.ndim - 2), 1, 1)
+        rows = first(jnp.array([K, V]), max(K, V)).reshape(2, *(1,) * (S.ndim - 2), max(K, V), 1)
         gauss, sigma = jax.lax.optimization_barrier((jnp.where(rows, gauss, 0), sigma))
         Q, R = jnp.linalg.qr(gauss)
         Q = Q * jnp.sign(jnp.diagonal(R, axis1=-2, axis2=-1))[..., None, :]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxdelta.dims import first
 from jaxdelta.models.decoder import Carry, states, with_states
 from jaxdelta.ops import low_rank
 from jaxdelta.ops.directions import scaled
@@ -63,7 +64,7 @@ class Truncate:
     def frozen(self, S: Array, memory: TruncateMemory) -> Array:
         """The cut of states [L, B, H, K, V], whose derivative takes the kept directions as constants."""
         directions = min(S.shape[-2:])
-        cut = scaled(S, jnp.arange(directions) < memory.rank[..., None])
+        cut = scaled(S, first(memory.rank, directions))
         return jnp.where((memory.rank == directions)[..., None, None], S, cut)
 
     def __call__(self, carry: Carry, memory: TruncateMemory) -> tuple[Carry, TruncateMemory, TruncateRecord]:

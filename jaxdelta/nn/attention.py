@@ -17,12 +17,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxdelta.dims import HIGHEST, accumulation_dtype, linear
+from jaxdelta.dims import HIGHEST, accumulation_dtype, along_last, linear
 from jaxdelta.models.config import AttentionSizes
 from jaxdelta.nn.parameters import constant, normal
 
 QUERY_BLOCK = 512  # queries whose scores are held at once
 SHORTEST_PREFIX = 512
+FEW_QUERIES = 16
 
 
 class AttentionCarry(NamedTuple):
@@ -65,7 +66,7 @@ class Attention(nnx.Module):
 
     def _projected(self, x: Array, name: str) -> Array:
         y = linear(x, getattr(self, name)[...])
-        return (y + getattr(self, name + "_bias")[...]).astype(y.dtype) if self.sizes.bias else y
+        return (y + along_last(getattr(self, name + "_bias")[...], y)).astype(y.dtype) if self.sizes.bias else y
 
 
 def empty_cache(batch: int, max_length: int, heads: int, head_dim: int, dtype) -> AttentionCarry:
@@ -84,7 +85,7 @@ def append(
     """Write the tokens of text at their positions; padding, and what lies beyond the cache, is dropped."""
     B, T = positions.shape
     if length is not None:
-        positions = jnp.where(jnp.arange(T) < length[:, None], positions, carry.keys.shape[1])
+        positions = jnp.where(jnp.arange(T)[None] < length[:, None], positions, carry.keys.shape[1])
 
     def written(cache: Array, new: Array) -> Array:
         return cache.at[jnp.arange(B)[:, None], positions].set(new.astype(cache.dtype), mode="drop")
@@ -96,7 +97,8 @@ def rotary_angles(positions: Int[Array, "B T"], rotary_dim: int, theta: float) -
     """Angle of each of the rotary_dim / 2 pairs, in f32; bf16 would be off by whole turns at a few thousand tokens."""
     # On the host: one unit in the last place of a device's pow is 8e-3 rad at 131,071 tokens.
     frequencies = theta ** -(np.arange(0, rotary_dim, 2) / max(rotary_dim, 1))
-    return positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    positions = positions[..., None].astype(jnp.float32)
+    return positions * along_last(jnp.asarray(frequencies, jnp.float32), positions)
 
 
 def rotate(x: Float[Array, "B T A d"], angles: Float[Array, "B T R"]) -> Float[Array, "B T A d"]:
@@ -146,7 +148,12 @@ def _together(f, xs):
 
 
 def _prefix_lengths(shortest: int, M: int) -> list[int]:
-    """Prefixes of the cache, each up to half as long again as the one before, the last the whole."""
+    """Prefixes of the cache, each up to half as long again as the one before, the last the whole.
+
+    Of few queries at once, where compiling a prefix costs more than reading beyond it, each is four times as long.
+    """
+    if shortest <= FEW_QUERIES:
+        return [n for n in (4 * SHORTEST_PREFIX << 2 * i for i in range(M.bit_length())) if n < M] + [M]
     shortest = max(shortest, SHORTEST_PREFIX)
     doubled = [shortest << i for i in range(M.bit_length())]
     return [n for n in sorted({*doubled, *(3 * n // 2 for n in doubled)}) if n < M] + [M]
@@ -177,7 +184,7 @@ def _attend_block(q: Array, keys: Array, values: Array, positions: Array, window
     product = partial(jnp.matmul, preferred_element_type=wide, precision=HIGHEST if q.dtype != jnp.bfloat16 else None)
     scores = product(q.reshape(T * r, d), keys.T) * d**-0.5
     # Padding may lie beyond the cache, where a window would hold nothing, and a softmax of nothing is NaN.
-    age = jnp.minimum(positions, M - 1)[:, None] - jnp.arange(M)
+    age = jnp.minimum(positions, M - 1)[:, None] - jnp.arange(M)[None]
     read = age >= 0 if window is None else (age >= 0) & (age < window)
     visible = jnp.where(read, 0.0, -jnp.inf).astype(wide)
     weights = jax.nn.softmax(scores.reshape(T, r, M) + visible[:, None], axis=-1).astype(values.dtype)

@@ -15,11 +15,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import linear
+from jaxdelta.dims import along_last, linear
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.nn.linear_mixer import LinearMixer
 from jaxdelta.nn.parameters import constant, normal
+from jaxdelta.ops.delta_rule import bounded
 from jaxdelta.ops.norms import gated_rms_norm, l2norm
+
+LARGEST_A_LOG = 80.0  # a rate of 6e34
+SHORTEST_STEP = 1e-30  # no decay at a rate that a trained layer has
 
 
 class GatedDeltaNet(LinearMixer):
@@ -58,13 +62,23 @@ class GatedDeltaNet(LinearMixer):
         """beta in (0, 1) and g <= 0, in f32 or wider."""
         wide = self.A_log[...].dtype
         beta = jax.nn.sigmoid(linear(x, self.in_b[...], dtype=wide))
-        step = jax.nn.softplus(linear(x, self.in_a[...], dtype=wide) + self.dt_bias[...])
-        return beta, -jnp.exp(self.A_log[...]) * step
+        return beta, log_decay(linear(x, self.in_a[...], dtype=wide), self.A_log[...], self.dt_bias[...])
 
     def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
         """Gated norm of each head."""
         z = linear(x, self.in_z[...]).reshape(o.shape)
         return gated_rms_norm(o, self.norm[...], z, eps=self.config.norm_eps)
+
+
+def log_decay(x: Float[Array, "B T H"], A_log: Float[Array, " H"], dt_bias: Float[Array, " H"]) -> Float[Array, "B T H"]:
+    """g = -exp(A_log) softplus(x + dt_bias), finite for every finite input.
+
+    The rate overflows f32 above A_log = 88, and a step below x = -103 is 0: their product would be NaN. A rate at its bound
+    empties the state at every token, whatever the step.
+    """
+    rate = jnp.exp(jnp.minimum(A_log, LARGEST_A_LOG))
+    step = jax.nn.softplus(x + along_last(dt_bias, x))
+    return bounded(-along_last(rate, x) * jnp.maximum(step, SHORTEST_STEP))
 
 
 def decay_parameters(rngs: nnx.Rngs, H: int) -> tuple[nnx.Param, nnx.Param]:

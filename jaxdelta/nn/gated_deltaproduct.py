@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxdelta.dims import accumulation_dtype, linear
 from jaxdelta.models.config import DeltaLMConfig
-from jaxdelta.nn.gated_deltanet import decay_parameters
+from jaxdelta.nn.gated_deltanet import decay_parameters, log_decay
 from jaxdelta.nn.linear_mixer import LinearMixer
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.ops.norms import gated_rms_norm, l2norm, rms_norm
@@ -86,8 +86,7 @@ class GatedDeltaProduct(LinearMixer):
             beta = 2 * beta
         if not c.forget_gate:
             return beta, jnp.zeros((B, T, c.num_value_heads), wide)
-        step = jax.nn.softplus(linear(x, self.a[...], dtype=wide) + self.dt_bias[...])
-        return beta, -jnp.exp(self.A_log[...]) * step
+        return beta, log_decay(linear(x, self.a[...], dtype=wide), self.A_log[...], self.dt_bias[...])
 
     def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
         """Norm of each head, and its gate where there is one."""

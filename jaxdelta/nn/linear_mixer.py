@@ -127,4 +127,4 @@ class LinearMixer(nnx.Module):
 
 
 def _is_text(T: int, length: Int[Array, " B"]) -> Bool[Array, "B T 1"]:
-    return (jnp.arange(T) < length[:, None])[..., None]
+    return (jnp.arange(T)[None] < length[:, None])[..., None]

@@ -9,11 +9,14 @@ flash-linear-attention 0.6.
 """
 
 import jax.numpy as jnp
+import numpy as np
 
-from jaxdelta.dims import Gates, Keys, State, StepGates, StepKeys, StepValues, Values
+from jaxdelta.arguments import whole_number
+from jaxdelta.dims import Gates, Keys, State, StepGates, StepKeys, StepValues, Values, keeps_f64
 from jaxdelta.ops.delta_rule import checked_chunk_size, chunked, gated_delta_rule, prepare
 
 
+@keeps_f64
 def gated_delta_product(
     q: Keys,
     k: StepKeys,
@@ -30,7 +33,7 @@ def gated_delta_product(
     Args:
         q: [B, T, H, K], l2-normalised and repeated to the H value heads, as k.
         k, v, beta: T * num_householder entries along the tokens, a token's steps side by side.
-        g: [B, T, H], natural log of the decay, <= 0; None is no decay.
+        g: [B, T, H], natural log of the decay, <= 0; None is no decay, minus infinity empties the state.
         state: S before the first token; None is zeros.
         scale: factor on q; None is K^-1/2.
 
@@ -38,7 +41,8 @@ def gated_delta_product(
         o, [B, T, H, V], and the state after the last token, in f32 or wider.
 
     Raises:
-        ValueError: ``num_householder`` is below 1, k, v or beta do not have T * num_householder entries, or g not T.
+        ValueError: ``num_householder`` is below 1, k, v or beta do not have T * num_householder entries, g not T, or other
+            shapes that do not fit.
     """
     g = _decay_of_steps(q, k, v, beta, g, num_householder)
     steps = jnp.zeros((*k.shape[:3], q.shape[-1]), q.dtype).at[:, num_householder - 1 :: num_householder].set(q)
@@ -46,6 +50,7 @@ def gated_delta_product(
     return o[:, num_householder - 1 :: num_householder], S
 
 
+@keeps_f64
 def gated_delta_product_chunked(
     q: Keys,
     k: StepKeys,
@@ -70,16 +75,24 @@ def gated_delta_product_chunked(
 
 def _decay_of_steps(q, k, v, beta, g, n: int):
     """g of every step: the token's at the first, zero at the others."""
-    if n < 1:
+    if whole_number("num_householder", n) < 1:
         raise ValueError(f"num_householder is {n}; expected at least 1")
+    if np.ndim(q) != 4:
+        raise ValueError(f"q has shape {np.shape(q)}; expected [B, T, H, K]")
     B, T, H, _ = q.shape
     for name, x in (("k", k), ("v", v), ("beta", beta)):
-        if x.shape[1] != T * n:
-            raise ValueError(f"{name} has {x.shape[1]} steps; expected {T} tokens x {n} = {T * n}")
-    if g is not None and g.shape[1] != T:  # one entry would be broadcast to all tokens
-        raise ValueError(f"g has {g.shape[1]} entries; expected one for each of {T} tokens")
+        if _length(x) != T * n:
+            raise ValueError(f"{name} has {_length(x)} steps; expected {T} tokens x {n} = {T * n}")
     if g is None:
         return jnp.zeros((B, T * n, H), beta.dtype)
+    if _length(g) != T:  # one entry would be broadcast to all tokens
+        raise ValueError(f"g has {_length(g)} entries; expected one for each of {T} tokens")
+    if np.shape(g) != (B, T, H):
+        raise ValueError(f"g has shape {np.shape(g)}; expected {(B, T, H)}, for q has {np.shape(q)}")
     if n == 1:
         return g
     return jnp.zeros((B, T * n, H), g.dtype).at[:, ::n].set(g)
+
+
+def _length(x) -> int:
+    return np.shape(x)[1] if np.ndim(x) > 1 else 1

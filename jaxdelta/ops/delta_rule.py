@@ -17,26 +17,67 @@ before the chunk:
 
 ``ops/README.md`` derives it. D comes from masked segment sums and not from differences of one cumulative sum, which
 cancel where strong and weak decays meet (an error of 3e-4 of o in f32); the mask is applied before ``exp``, since what is
-masked out overflows and would turn gradients into NaN.
+masked out overflows and would turn gradients into NaN. Decays below ``LEAST`` are taken for it in every form: exp of it is
+0 in f64, and sums of it stay finite where those of minus infinity, a reset of the state, do not.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import HIGHEST, Gates, Keys, State, StepGates, StepKeys, StepValues, Values, accumulation_dtype
+from jaxdelta.arguments import whole_number
+from jaxdelta.dims import (
+    HIGHEST,
+    Gates,
+    Keys,
+    State,
+    StepGates,
+    StepKeys,
+    StepValues,
+    Values,
+    accumulation_dtype,
+    keeps_f64,
+)
+
+LEAST = -1000.0  # of the log-decay
 
 
 def prepare(q, k, v, g, beta, state, scale):
-    """Widen everything to one dtype, scale the queries and fill in a zero state."""
+    """Check the shapes, widen everything to one dtype, scale the queries, bound the decays and fill in a zero state."""
+    _check_shapes(q, k, v, g, beta, state)
     dtype = accumulation_dtype(q, k, v, g, beta, *(() if state is None else (state,)))
     q, k, v, g, beta = (jnp.asarray(x, dtype) for x in (q, k, v, g, beta))
     B, _, H, K = k.shape
-    q = q * (K**-0.5 if scale is None else scale)
+    q = q * jnp.asarray(K**-0.5 if scale is None else scale, dtype)
     S = jnp.zeros((B, H, K, v.shape[-1]), dtype) if state is None else jnp.asarray(state, dtype)
-    return q, k, v, g, beta, S
+    return q, k, v, bounded(g), beta, S
 
 
+def bounded(g: Array) -> Array:
+    """Log-decays of at least ``LEAST``, with a zero derivative below, as exp has it."""
+    return jnp.where(g < LEAST, LEAST, g)
+
+
+def _check_shapes(q, k, v, g, beta, state) -> None:
+    """Raise ValueError for what would be broadcast, or fail in a product further on. k, v, g and beta may be of P steps."""
+    for name, x, axes in (("q", q, "T, H, K"), ("k", k, "P, H, K"), ("v", v, "P, H, V")):
+        if np.ndim(x) != 4:
+            raise ValueError(f"{name} has shape {np.shape(x)}; expected [B, {axes}]")
+    (B, P, H, K), V = np.shape(k), np.shape(v)[-1]
+    expected = {
+        "q": (q, (B, np.shape(q)[1], H, K)),
+        "v": (v, (B, P, H, V)),
+        "g": (g, (B, P, H)),
+        "beta": (beta, (B, P, H)),
+        "state": (state, (B, H, K, V)),
+    }
+    for name, (x, shape) in expected.items():
+        if x is not None and np.shape(x) != shape:
+            raise ValueError(f"{name} has shape {np.shape(x)}; expected {shape}, for k has {(B, P, H, K)}")
+
+
+@keeps_f64
 def gated_delta_rule(
     q: Keys,
     k: Keys,
@@ -51,13 +92,16 @@ def gated_delta_rule(
 
     Args:
         q, k: already l2-normalised, and repeated to the H value heads.
-        g: natural log of the decay, <= 0.
+        g: natural log of the decay, <= 0; minus infinity empties the state.
         beta: write strength in [0, 2]. Outside it, or with keys longer than one, the state can grow without bound.
         state: S before the first token; None is zeros.
         scale: factor on q; None is K^-1/2.
 
     Returns:
         o and the state after the last token, in f32 or wider.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
     q, k, v, g, beta, S = prepare(q, k, v, g, beta, state, scale)
 
@@ -72,6 +116,7 @@ def gated_delta_rule(
     return jnp.moveaxis(o, 0, 1), S
 
 
+@keeps_f64
 def gated_delta_rule_chunked(
     q: Keys,
     k: Keys,
@@ -89,7 +134,7 @@ def gated_delta_rule_chunked(
     the other arguments: :func:`gated_delta_rule`.
 
     Raises:
-        ValueError: ``chunk_size`` is below 1.
+        ValueError: ``chunk_size`` is below 1, or shapes that do not fit.
     """
     return chunked(*prepare(q, k, v, g, beta, state, scale), chunk_size=checked_chunk_size(chunk_size))
 
@@ -98,7 +143,7 @@ def checked_chunk_size(chunk_size: int | None) -> int:
     """The chunk size asked for, or the faster one for this device; ValueError below 1."""
     if chunk_size is None:
         return 32 if jax.default_backend() == "cpu" else 64
-    if chunk_size < 1:
+    if whole_number("chunk_size", chunk_size) < 1:
         raise ValueError(f"chunk_size is {chunk_size}; expected at least 1")
     return chunk_size
 
@@ -117,7 +162,7 @@ def chunked(
     k, v, g, beta = (_split_chunks(x, C * steps) for x in (k, v, g, beta))
 
     index = jnp.arange(C * steps)
-    below = index[:, None] > index
+    below = index[:, None] > index[None]
     sums = _segment_sums(g)
     D = jnp.exp(sums)
     gamma = jnp.exp(sums[..., :1] + g[..., :1, None])
@@ -154,8 +199,8 @@ def _split_chunks(x: Array, C: int) -> Array:
 def _segment_sums(g: Float[Array, "*batch C"]) -> Float[Array, "*batch C C"]:
     """Entry (i, j) is the sum of g over j < t <= i; minus infinity above the diagonal."""
     index = jnp.arange(g.shape[-1])
-    upto = index[:, None] >= index
-    sums = _matmul(upto.astype(g.dtype), jnp.where(index[:, None] > index, g[..., :, None], 0))
+    upto, below = index[:, None] >= index[None], index[:, None] > index[None]
+    sums = _matmul(upto.astype(g.dtype), jnp.where(below, g[..., :, None], 0))
     return jnp.where(upto, sums, -jnp.inf)
 
 
@@ -173,7 +218,7 @@ def inverse_unit_lower(A: Float[Array, "*batch C C"]) -> Float[Array, "*batch C 
     size = 1
     while size < C:
         block = index // size
-        joins = (block[:, None] // 2 == block // 2) & (block[:, None] > block)
+        joins = (block[:, None] // 2 == block[None] // 2) & (block[:, None] > block[None])
         L = jnp.where(joins, A, 0)
         X = X - (L if size == 1 else _matmul(_matmul(X, L), X))
         size *= 2

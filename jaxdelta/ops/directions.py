@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Shaped
 
-from jaxdelta.dims import HIGHEST, AnyArray, Matrices, accumulation_dtype
+from jaxdelta.dims import HIGHEST, AnyArray, Matrices, accumulation_dtype, along_last
 
 FAINT = 1e-3  # of sigma_1; from here down a second Gram matrix holds what the first one lost
 FAINTEST = 1e-6  # of sigma_1; what lies below may stay mixed
@@ -170,8 +170,9 @@ def _taken_apart(U: Array, B: Array) -> tuple[Array, Array]:
     rows = jnp.where(faint[..., None], B, 0.0) / jnp.where(largest > 0, largest, 1.0)
     # The others stay where they are: eigenvalues of their own, apart from one another and above all of these.
     n = sigma.shape[-1]
-    kept = jnp.where(faint, 0.0, n + 1.0 + jnp.arange(n, 0.0, -1.0))
-    W = _eigenvectors(_mm(rows, jnp.swapaxes(rows, -1, -2)) + kept[..., None] * jnp.eye(n))
+    kept = jnp.where(faint, 0.0, along_last(n + 1.0 + jnp.arange(n, 0.0, -1.0), faint))
+    gram = _mm(rows, jnp.swapaxes(rows, -1, -2))
+    W = _eigenvectors(gram + kept[..., None] * jnp.broadcast_to(jnp.eye(n), gram.shape))
     return _mm(U, W), _mm(jnp.swapaxes(W, -1, -2), B)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import accumulation_dtype
+from jaxdelta.dims import accumulation_dtype, along_last
 
 
 def _normalised(x: Array, eps: float) -> Array:
@@ -27,7 +27,7 @@ def rms_norm(
     x: Float[Array, "*batch D"], weight: Float[Array, " D"], *, eps: float = 1e-6, offset: float = 1.0
 ) -> Float[Array, "*batch D"]:
     """RMSNorm whose scale is ``offset + weight``; returned in the dtype of ``x``."""
-    return (_normalised(x, eps) * (offset + weight.astype(accumulation_dtype(x, weight)))).astype(x.dtype)
+    return (_normalised(x, eps) * along_last(offset + weight.astype(accumulation_dtype(x, weight)), x)).astype(x.dtype)
 
 
 def gated_rms_norm(
@@ -43,7 +43,7 @@ def gated_rms_norm(
     The norm comes before the gate: a factor on ``x`` cancels in the norm, so a head's gate belongs on the result.
     """
     gate = activation(z.astype(accumulation_dtype(x, z)))
-    return (_normalised(x, eps) * weight * gate).astype(z.dtype)
+    return (_normalised(x, eps) * along_last(weight, x) * gate).astype(z.dtype)
 
 
 def l2norm(x: Float[Array, "*batch K"], *, eps: float = 1e-6) -> Float[Array, "*batch K"]:

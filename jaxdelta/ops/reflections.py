@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import HIGHEST, AnyArray, accumulation_dtype, is_traced, keeps_f64
+from jaxdelta.dims import HIGHEST, AnyArray, accumulation_dtype, first, is_traced, keeps_f64
 from jaxdelta.ops.householder import check_orthogonal, orthogonality_tolerance
 
 
@@ -59,7 +59,7 @@ def reflections(g: Float[AnyArray, "..."], *, tolerance: float | None = None) ->
 @jax.jit
 def _eliminate(g: Array, tolerance: Float[Array, ""]) -> Reflections:
     d = g.shape[-1]
-    eye = jnp.eye(d, dtype=g.dtype)
+    eye = jnp.broadcast_to(jnp.eye(d, dtype=g.dtype), g.shape)
 
     def rows(R):
         return jnp.sum((R - eye) ** 2, axis=-1)  # 2 - 2 R_jj would lose angles below sqrt(eps)
@@ -82,5 +82,5 @@ def _eliminate(g: Array, tolerance: Float[Array, ""]) -> Reflections:
 
     start = 0, g, jnp.zeros_like(g), jnp.zeros(g.shape[:-2], jnp.int32), rows(g)
     _, _, k, count, lengths = jax.lax.while_loop(unfinished, step, start)
-    beta = jnp.where(jnp.arange(d) < count[..., None], 2, 0).astype(g.dtype)
+    beta = jnp.where(first(count, d), 2, 0).astype(g.dtype)
     return Reflections(k, beta, count, jnp.sqrt(jnp.sum(lengths, axis=-1)))

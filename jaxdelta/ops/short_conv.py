@@ -9,7 +9,7 @@ Gated DeltaNet (Yang, Kautz, Hatamizadeh, arXiv 2412.06464) with the tap order o
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxdelta.dims import accumulation_dtype
+from jaxdelta.dims import accumulation_dtype, along_last
 
 
 def short_conv(
@@ -37,8 +37,8 @@ def short_conv(
         tail = jnp.zeros((B, W - 1, E), x.dtype)
     padded = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
     wide = accumulation_dtype(x, taps)
-    y = sum(padded[:, i : i + T].astype(wide) * taps[:, i].astype(wide) for i in range(W)).astype(x.dtype)
+    y = sum(padded[:, i : i + T].astype(wide) * along_last(taps[:, i].astype(wide), x) for i in range(W)).astype(x.dtype)
     if length is None:
         return y, padded[:, T:]
-    window = length[:, None] + jnp.arange(W - 1)
+    window = length[:, None] + jnp.arange(W - 1)[None]
     return y, jnp.take_along_axis(padded, window[:, :, None], axis=1)

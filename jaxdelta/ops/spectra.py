@@ -5,38 +5,42 @@
     energy rank       the least r with sum_{i<=r} sigma_i^2 >= fraction * sum(sigma^2)
     threshold rank    #{sigma_i > threshold * sigma_1}                 the numerical rank at max(K, V) * eps
 
-All take states [*batch, K, V]; every rank of a zero state is 0.
+All take states [*batch, K, V]. Every rank of a zero state is 0. Singular values and ranks of a state that holds NaN or
+infinity are NaN, alone in its batch, so that a broken state is not counted as an empty one; ranks that count directions
+are whole numbers in a floating dtype for that, and become the integers that ``truncate`` takes by ``.astype(int)``.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxdelta.dims import Matrices, Spectrum, accumulation_dtype, keeps_f64
+from jaxdelta.dims import Matrices, Spectrum, as_matrices, keeps_f64
 
 
 @keeps_f64
 def singular_values(S: Matrices) -> Spectrum:
     """Singular values, descending, [*batch, min(K, V)], in f32 or wider; differentiable where they are distinct."""
-    S = jnp.asarray(S)
-    return jnp.linalg.svd(S.astype(accumulation_dtype(S)), compute_uv=False)
+    return _spectrum(S)
 
 
+@keeps_f64
 def effective_rank(S: Matrices) -> Float[Array, "*batch"]:
     """exp of the entropy of sigma / sum(sigma): 1 for one outer product, min(K, V) for a flat spectrum."""
-    sigma = singular_values(S)
+    sigma = _spectrum(S)
     total = jnp.sum(sigma, axis=-1)
     p = sigma / jnp.where(total > 0, total, 1)[..., None]
     entropy = -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1)), 0), axis=-1)
-    return jnp.where(total > 0, jnp.exp(entropy), 0)
+    return _of(sigma, jnp.where(total > 0, jnp.exp(entropy), 0))
 
 
+@keeps_f64
 def stable_rank(S: Matrices) -> Float[Array, "*batch"]:
     """Energy over the largest squared singular value."""
-    p = _relative(singular_values(S))
-    return jnp.sum(p * p, axis=-1)
+    sigma = _spectrum(S)
+    return _of(sigma, jnp.sum(_relative(sigma) ** 2, axis=-1))
 
 
-def energy_rank(S: Matrices, fraction: float) -> Int[Array, "*batch"]:
+@keeps_f64
+def energy_rank(S: Matrices, fraction: float) -> Float[Array, "*batch"]:
     """The least number of directions that hold ``fraction`` (in (0, 1]) of the energy.
 
     Raises:
@@ -44,18 +48,32 @@ def energy_rank(S: Matrices, fraction: float) -> Int[Array, "*batch"]:
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction is {fraction}; expected a share of the energy in (0, 1]")
-    p = _relative(singular_values(S))
+    sigma = _spectrum(S)
+    p = _relative(sigma)
     held = jnp.cumsum(p * p, axis=-1)
     total = held[..., -1:]
-    return jnp.sum((held < fraction * total) & (p > 0), axis=-1) + (p[..., 0] > 0)
+    return _of(sigma, jnp.sum((held < fraction * total) & (p > 0), axis=-1) + (p[..., 0] > 0))
 
 
-def threshold_rank(S: Matrices, threshold: float | None = None) -> Int[Array, "*batch"]:
+@keeps_f64
+def threshold_rank(S: Matrices, threshold: float | None = None) -> Float[Array, "*batch"]:
     """How many singular values exceed ``threshold`` times the largest; None is max(K, V) * eps, the numerical rank."""
-    sigma = singular_values(S)
+    sigma = _spectrum(S)
     if threshold is None:
-        threshold = max(S.shape[-2:]) * float(jnp.finfo(sigma.dtype).eps)
-    return jnp.sum(sigma > threshold * sigma[..., :1], axis=-1)
+        threshold = max(jnp.shape(S)[-2:]) * float(jnp.finfo(sigma.dtype).eps)
+    return _of(sigma, jnp.sum(sigma > threshold * sigma[..., :1], axis=-1))
+
+
+def _spectrum(S: Matrices) -> Spectrum:
+    S = as_matrices(S)
+    finite = jnp.isfinite(S).all(axis=(-2, -1))[..., None]
+    # A factorization of NaN is what the device's library makes of it.
+    return jnp.where(finite, jnp.linalg.svd(jnp.where(finite[..., None], S, 0), compute_uv=False), jnp.nan)
+
+
+def _of(sigma: Spectrum, rank: Array) -> Float[Array, "*batch"]:
+    """``rank`` in the dtype of the spectrum it was read from, NaN where that is NaN."""
+    return jnp.where(jnp.isnan(sigma).any(axis=-1), jnp.nan, rank.astype(sigma.dtype))
 
 
 def _relative(sigma: Array) -> Array:
