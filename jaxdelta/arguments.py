@@ -34,10 +34,12 @@ def whole_numbers(name: str, values: Any) -> list[int]:
 
 
 def shown(value: Any) -> str:
-    """A value as an error message shows it: short ones as they are written, long ones by their kind."""
+    """A value as an error message shows it: arrays by dtype and shape, what is long by its kind."""
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is not None and shape:
+        return f"{dtype}{list(shape)}"
     text = repr(value)
     if len(text) <= 60 and "\n" not in text:
         return text
-    shape = getattr(value, "shape", None)
-    kind = type(value).__name__
-    return f"a {kind}" if shape is None else f"a {kind} of shape {tuple(shape)}"
+    article = "an" if type(value).__name__[0] in "AEIOUaeiou" else "a"
+    return f"{article} {type(value).__name__}"

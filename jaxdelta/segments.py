@@ -15,12 +15,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxdelta.arguments import shown
-from jaxdelta.dims import HIGHEST, Mask, Tokens, accumulation_dtype, is_traced, linear
-from jaxdelta.interventions import Intervention
+from jaxdelta.arguments import shown, whole_number
+from jaxdelta.dims import HIGHEST, Mask, Tokens, accumulation_dtype, known, linear
+from jaxdelta.interventions import Intervention, started
 from jaxdelta.models import build
 from jaxdelta.models.config import DecoderConfig
-from jaxdelta.models.decoder import Carry, Decoder
+from jaxdelta.models.decoder import Carry, Decoder, check_carry, check_model
 
 LOGITS_AT_ONCE = 2**26  # entries of the largest block of logits, 256 MiB in f32
 WORDS_AT_ONCE = 8192  # in a block of logits; on a CPU a wider one leaves the caches and is a third slower
@@ -52,8 +52,11 @@ def init_carry(model: Decoder, batch: int = 1, max_length: int = 16384) -> Carry
     """The carry before the first token of ``batch`` texts of at most ``max_length`` tokens.
 
     Raises:
+        TypeError: ``model`` is no Decoder, ``batch`` or ``max_length`` no whole number.
         ValueError: ``batch`` or ``max_length`` is below 1.
     """
+    check_model(model)
+    batch, max_length = whole_number("batch", batch), whole_number("max_length", max_length)
     if batch < 1 or max_length < 1:
         raise ValueError(f"batch = {batch} and max_length = {max_length}; expected at least 1 each")
     return model.init_carry(batch, max_length)
@@ -62,29 +65,36 @@ def init_carry(model: Decoder, batch: int = 1, max_length: int = 16384) -> Carry
 def forward(model: Decoder, tokens: Tokens, carry: Carry, mask: Mask | None = None) -> tuple[Float[Array, "B T Y"], Carry]:
     """Run any number of tokens on from ``carry``, which stays valid; compiled once for each shape.
 
+    A function of arrays: jit, grad and vmap may enclose it, with respect to the states or the model's parameters too. What
+    they leave unknown is not checked, and gives NaN where it is out of bounds.
+
     Args:
-        tokens: ids below the vocabulary's size.
+        tokens: whole numbers [B, T], ids below the vocabulary's size.
         carry: of :func:`init_carry` or of an earlier call, with room for the tokens of text.
-        mask: False is padding, on either side; padding has no position and leaves its row's carry as it was. The logits
-            at padding mean nothing.
+        mask: bool [B, T], False is padding, on either side; padding has no position and leaves its row's carry as it was.
+            The logits at padding mean nothing.
 
     Returns:
         Logits, f32 or wider, and the next carry.
 
     Raises:
-        ValueError: an id out of range, a batch that is not the carry's, or more tokens than the carry has room for.
+        TypeError: ``model`` is no Decoder, or ``carry`` no Carry.
+        ValueError: tokens or mask are no such array, an id out of range, a carry that lacks something or is another
+            model's, a batch that is not the carry's, or more tokens than the carry has room for.
     """
+    check_model(model)
+    if not hasattr(tokens, "dtype") or len(tokens.shape) != 2:
+        raise ValueError(f"tokens is {shown(tokens)}; expected an array of token ids [B, T], such as np.array([[1, 2, 3]])")
     if not tokens.shape[1]:
         raise ValueError("there are no tokens to run")
-    if mask is not None and mask.shape != tokens.shape:
-        raise ValueError(f"the mask has shape {mask.shape}, the tokens {tokens.shape}")
-    where = np.where if isinstance(tokens, np.ndarray) else jnp.where  # jnp would wrap 64 bits to 32
-    check_tokens(tokens if mask is None else where(mask, tokens, 0), model.config.vocab_size)
+    if mask is not None and (getattr(mask, "dtype", None) != np.bool_ or mask.shape != tokens.shape):
+        raise ValueError(f"the mask is {shown(mask)}; expected bool {list(tokens.shape)}, as the tokens are")
+    check_tokens(tokens, model.config.vocab_size, mask)
+    check_carry(model, carry)
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.shape[0] != carry.position.shape[0]:
         raise ValueError(f"tokens have {tokens.shape[0]} rows, the carry {carry.position.shape[0]}")
-    added = tokens.shape[1] if mask is None else jnp.sum(jnp.asarray(mask), axis=1)
-    _check_room(carry, added)
+    _check_room(carry, tokens.shape[1], mask)
     return _forward(model.config, nnx.state(model), carry, tokens, None if mask is None else jnp.asarray(mask))
 
 
@@ -108,32 +118,37 @@ def run(
         after_segment: called with the index of each segment once it is computed, for progress.
 
     Raises:
+        TypeError: ``model`` is no Decoder, ``intervention`` no intervention, or a size no whole number.
         ValueError: an id out of range, a text of fewer than two tokens, a segment below 1 or above ``max_length``, a text
             above ``max_length``, or a rank that the intervention refuses.
         NonFiniteError: a NaN or an infinity, with its layer, segment and row.
     """
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 2 or not len(tokens):
-        raise ValueError(f"tokens have shape {tokens.shape}; expected [B, N] with at least one row")
+    check_model(model)
+    tokens = _as_rows(tokens)
     B, N = tokens.shape
     lengths = np.full(B, N) if lengths is None else np.asarray(lengths)
     if lengths.shape != (B,):
         raise ValueError(f"lengths have shape {lengths.shape}; expected one for each of {B} rows")
+    if lengths.dtype.kind not in "iu":
+        raise ValueError(f"lengths are of dtype {lengths.dtype}; expected whole numbers")
+    segment = whole_number("segment", segment)
     if segment < 1:
         raise ValueError(f"segment is {segment}; expected at least 1 token")
     if lengths.min() < 2 or lengths.max() > N:
         raise ValueError(f"texts have {lengths.min()} to {lengths.max()} tokens; expected 2 to {N}")
     count = -(-int(lengths.max()) // segment)
-    max_length = count * segment if max_length is None else max_length
+    max_length = count * segment if max_length is None else whole_number("max_length", max_length)
     if segment > max_length:
         raise ValueError(f"a segment of {segment} tokens is longer than max_length = {max_length}")
     if lengths.max() > max_length:
         raise ValueError(f"a text of {lengths.max()} tokens is longer than max_length = {max_length}")
-    check_tokens(np.where(np.arange(N) < lengths[:, None], tokens, 0), model.config.vocab_size)
+    check_tokens(tokens, model.config.vocab_size, np.arange(N) < lengths[:, None])
 
     tokens = np.pad(tokens.astype(np.int32), ((0, 0), (0, max(0, count * segment + 1 - N))))[:, : count * segment + 1]
     params, carry = nnx.state(model), init_carry(model, B, max_length)
-    intervention, memory = (None, None) if intervention is None else intervention.start(carry)
+    memory = None
+    if intervention is not None:
+        intervention, memory = started(intervention, carry, range(segment, segment * count, segment))
     losses, records, waiting = [], [], []
     for index in range(count):
         begin = index * segment
@@ -152,6 +167,16 @@ def run(
     found = np.full((B, max(N, count * segment)), np.nan, losses[0].dtype)
     found[:, : count * segment] = np.concatenate(losses, axis=1)
     return Run(found[:, : N - 1], carry, _stack(records))
+
+
+def _as_rows(tokens) -> np.ndarray:
+    try:
+        rows = np.asarray(tokens)
+    except ValueError:
+        raise ValueError("tokens are rows of several lengths; pad them to one, and give their lengths") from None
+    if rows.ndim != 2 or not len(rows):
+        raise ValueError(f"tokens have shape {rows.shape}; expected [B, N] with at least one row")
+    return rows
 
 
 def _collect(
@@ -261,30 +286,29 @@ def _words_at_once(words: int, rows: int) -> int:
     return next((n for n in range(most, most // 4, -1) if words % n == 0), most)
 
 
-def check_tokens(tokens: np.ndarray | Array, vocab_size: int) -> None:
-    """Raise ValueError for an id outside of the vocabulary, which JAX would clip, or one that is no whole number."""
+def check_tokens(tokens: np.ndarray | Array, vocab_size: int, mask: np.ndarray | Array | None = None) -> None:
+    """Raise ValueError for an id outside of the vocabulary, which JAX would clip, or one that is no whole number.
+
+    ``mask``: where False, an id may be anything.
+    """
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"token ids are of dtype {tokens.dtype}; expected whole numbers")
-    if is_traced(tokens) or not tokens.size:
+    ids, text = known(tokens), None if mask is None else known(mask)
+    if ids is None or (text is None and mask is not None):
         return
-    low, high = int(tokens.min()), int(tokens.max())
+    ids = ids if text is None else ids[text]
+    if not ids.size:
+        return
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"token ids run from {low} to {high}; expected 0 to {vocab_size - 1}")
 
 
-def check_intervention(intervention: Any) -> None:
-    """TypeError for what is no intervention, a function or a class for example; None is the run without one."""
-    if intervention is not None and (isinstance(intervention, type) or not isinstance(intervention, Intervention)):
-        raise TypeError(
-            f"intervention is {shown(intervention)}; expected an object with start(carry) and "
-            "__call__(carry, memory), such as Truncate(4)"
-        )
-
-
-def _check_room(carry: Carry, added: int | Array) -> None:
+def _check_room(carry: Carry, added: int, mask: Mask | None) -> None:
     caches = [layer.keys.shape[1] for layer in carry.layers if hasattr(layer, "keys")]
-    if not caches or is_traced(carry.position) or is_traced(added):
+    position, text = known(carry.position), None if mask is None else known(mask)
+    if not caches or position is None or (text is None and mask is not None):
         return
-    needed = int(jnp.max(carry.position + added))
+    needed = int(np.max(position + (added if text is None else text.sum(axis=1))))
     if needed > min(caches):
         raise ValueError(f"{needed} tokens do not fit the carry's max_length = {min(caches)}; make one with init_carry")

@@ -7,10 +7,12 @@ this shape. The model is a pure function of tokens and a carry: everything that 
 :class:`Carry`.
 """
 
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -141,10 +143,13 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Tokens, carry: Carry, length: Int[Array, " B"] | None = None, probes: Probes | None = None
     ) -> Output:
-        """Run tokens on from ``carry``; ``length``: how many leading tokens of each row are text, all where None."""
+        """Run tokens on from ``carry``; ``length``: how many leading tokens of each row are text, all where None.
+
+        Text outside of the vocabulary or beyond the carry's places, of which a compiled function cannot tell, gives NaN.
+        """
         T = tokens.shape[1]
-        positions = carry.position[:, None] + jnp.arange(T, dtype=jnp.int32)
-        x = self.embed[...][tokens]
+        positions = carry.position[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+        x = jnp.where(self._fits(tokens, carry, positions, length)[..., None], self.embed[...][tokens], jnp.nan)
         finite = [_finite(x)]
         layers, inputs = [], []
         probes = probes or (None,) * len(self.layers)
@@ -158,6 +163,14 @@ class Decoder(nnx.Module):
         position = carry.position + (T if length is None else length)
         return Output(hidden, Carry(tuple(layers), position.astype(jnp.int32)), jnp.stack(finite), tuple(inputs))
 
+    def _fits(self, tokens, carry: Carry, positions, length) -> Bool[Array, "B T"]:
+        """Whether an id and its position are within bounds; padding is."""
+        fits = (tokens >= 0) & (tokens < self.config.vocab_size)
+        caches = [c.keys.shape[1] for c in carry.layers if isinstance(c, AttentionCarry)]
+        if caches:
+            fits &= positions < min(caches)
+        return fits if length is None else fits | (jnp.arange(tokens.shape[1])[None] >= length[:, None])
+
     @property
     def head_weight(self) -> Float[Array, "Y D"]:
         """Weight of the head: the embedding where they are tied."""
@@ -166,6 +179,45 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch Y"]:
         """Scores of the words, in f32 or wider."""
         return linear(hidden, self.head_weight, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+
+
+def check_carry(model: Decoder, carry: Any) -> None:
+    """Check that ``carry`` holds all that the model hands on, in its layout; nothing of its values.
+
+    Raises:
+        TypeError: it is no Carry.
+        ValueError: a layer or an array is missing, or of another shape or dtype; names it.
+    """
+    if not isinstance(carry, Carry):
+        raise TypeError(f"carry is {shown(carry)}; expected a Carry, as init_carry and forward give it")
+    expected = _layout(type(model), model.config, model.dtype)
+    if not _is(carry.position, 1, jnp.int32):
+        raise ValueError(f"position of the carry is {shown(carry.position)}; expected int32 [B]")
+    if len(carry.layers) != len(expected.layers):
+        raise ValueError(f"the carry has {len(carry.layers)} layers, the model {len(expected.layers)}")
+    (B,) = carry.position.shape
+    for i, (kind, layer, wanted) in enumerate(zip(model.config.layer_kinds, carry.layers, expected.layers, strict=True)):
+        if not isinstance(layer, type(wanted)):
+            raise ValueError(f"layer {i} of the carry is {shown(layer)}; expected a {type(wanted).__name__}, it is {kind}")
+        for name, found, array in zip(wanted._fields, layer, wanted, strict=True):
+            free = isinstance(layer, AttentionCarry)  # how many places a cache has
+            places = np.shape(layer.keys)[1:2] if free else ()
+            shape = (B, *places, *array.shape[2:]) if free else (B, *array.shape[1:])
+            if not _is(found, len(array.shape), array.dtype) or found.shape != shape:
+                letters = f"[{B}, max_length, {', '.join(map(str, array.shape[2:]))}]" if free else list(shape)
+                raise ValueError(
+                    f"{name} of layer {i} ({kind}) of the carry is {shown(found)}; expected {array.dtype} {letters}"
+                )
+
+
+def _is(x: Any, axes: int, dtype) -> bool:
+    return getattr(x, "dtype", None) == dtype and len(x.shape) == axes
+
+
+@lru_cache
+def _layout(kind: type[Decoder], config: DecoderConfig, dtype) -> Carry:
+    """Shapes and dtypes of a carry for one text and one place."""
+    return nnx.eval_shape(lambda: kind(config, dtype=dtype).init_carry(1, 1))
 
 
 def check_model(model: Any) -> None:
@@ -179,20 +231,36 @@ def _finite(x: Array) -> Bool[Array, " B"]:
 
 
 def states(carry: Carry) -> list[State]:
-    """S of each linear layer in depth order, [B, H, K, V]."""
-    return [layer.S for layer in carry.layers if isinstance(layer, LinearCarry)]
+    """S of each linear layer in depth order, [B, H, K, V], in the carry's own dtype.
+
+    Raises:
+        TypeError: ``carry`` is no Carry.
+        ValueError: a layer has no S.
+    """
+    if not isinstance(carry, Carry):
+        raise TypeError(f"carry is {shown(carry)}; expected a Carry, as init_carry and forward give it")
+    found = {i: layer.S for i, layer in enumerate(carry.layers) if isinstance(layer, LinearCarry)}
+    for i, S in found.items():
+        if not hasattr(S, "shape"):
+            raise ValueError(f"S of layer {i} of the carry is {shown(S)}; expected an array [B, H, K, V]")
+    return list(found.values())
 
 
 def with_states(carry: Carry, S: list[State] | tuple[State, ...]) -> Carry:
-    """``carry`` with other states, one for each linear layer.
+    """``carry`` with other states, one for each linear layer, in the dtype of those they replace.
 
     Raises:
-        ValueError: the number of states, or a shape, does not fit.
+        TypeError: ``carry`` is no Carry, or S no arrays.
+        ValueError: the number of states, or a shape, does not fit, or a state is complex.
     """
     expected = [s.shape for s in states(carry)]
+    if not np.iterable(S) or not all(hasattr(s, "dtype") for s in S):
+        raise TypeError(f"S is {shown(S)}; expected a list of {len(expected)} arrays")
     found = [s.shape for s in S]
     if expected != found:
         raise ValueError(f"states of shapes {found} do not fit a carry with {expected}")
+    if any(jnp.iscomplexobj(s) for s in S):
+        raise ValueError("a state is complex; expected real numbers")
     remaining = iter(S)
     layers = tuple(
         layer._replace(S=next(remaining).astype(layer.S.dtype)) if isinstance(layer, LinearCarry) else layer
