@@ -1,8 +1,11 @@
 """The command line: what it prints and writes, and that a mistake costs a line and nothing else."""
 
+import csv
+import importlib.metadata
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,11 +13,13 @@ import time
 
 import jax
 import numpy as np
+import pyarrow.csv as pa_csv
 import pytest
 import xarray as xr
 
 import jaxdelta as jd
 from jaxdelta import cli
+from jaxdelta.cli.verify import CHECKOUT
 from tests.tiny import hub_tensors, model, nested_json, text, tokenizer, tokens, write
 
 # Runs commands one after another in one process, which imports the library as users do, without the tests' type checks.
@@ -53,6 +58,9 @@ LEDGER = ("ledger", "--model", "model", "--documents", "a.txt", "--segment", "16
 THREE = (*MAPS[:3], "a.txt", "b.txt", "more.jsonl", *MAPS[4:], "--max-tokens", "33")
 
 
+IDS = ("--documents", "ids.jsonl", "--segment", "16")
+
+
 def to_out(name, *arguments):
     return [*arguments, "--out", f"out-{name}"]
 
@@ -78,6 +86,23 @@ MISTAKES = {
     "short document": ([*SWEEP, "--documents", "one.txt"], "one.txt has 1 tokens; at least 2"),
     "binary document": ([*SWEEP, "--documents", "binary.txt"], "binary.txt is not UTF-8"),
     "broken lines": ([*SWEEP, "--documents", "broken.jsonl"], "broken.jsonl, line 2: not JSON"),
+    "deep JSON": ([*SWEEP, "--documents", "deep.jsonl"], "deep.jsonl, line 1: not JSON (nested too deeply)"),
+    "huge JSON": ([*SWEEP, "--documents", "digits.jsonl"], "digits.jsonl, line 1: not JSON (a number has too many digits)"),
+    "a table": (
+        [*SWEEP, "--documents", "table.CSV"],
+        "table.CSV is structured data, no text; write its texts as JSON lines",
+    ),
+    "text and ids": ([*SWEEP, "--documents", "both.ndjson"], 'both.ndjson, line 1: holds both "text" and "ids"'),
+    "id without a row": (
+        [*SWEEP, "--documents", "beyond.jsonl"],
+        "beyond.jsonl:1 has the token id 97; the model's run from 0 to 96",
+    ),
+    "text without a tokenizer": (
+        ["sweep", "bare", "--documents", "a.txt"],
+        "the model has no tokenizer.json; give documents",
+    ),
+    "no such tokenizer": ([*SWEEP, "--tokenizer", "nowhere"], "nowhere is missing; expected a tokenizer.json"),
+    "tokenizer of nothing": ([*SWEEP, "--tokenizer", "a.txt"], "a.txt is no tokenizer"),
     "half a surrogate": ([*SWEEP, "--documents", "surrogate.jsonl"], "surrogate.jsonl"),
     "folder of documents": ([*SWEEP, "--documents", "model"], "model is a folder"),
     "document twice": ([*SWEEP, "--documents", "a.txt", "a.txt"], "a.txt is given twice"),
@@ -113,7 +138,7 @@ MISTAKES = {
     ),
     "maps, few tokens": ([*MAPS, "--max-tokens", "16"], "a.txt has 16 tokens, one segment of 16"),
     "maps, one token": ([*MAPS, "--max-tokens", "1"], "a.txt has shape (1,); expected at least 2 token ids"),
-    "maps, no token": ([*MAPS, "--max-tokens=-5"], "a.txt has shape (0,); expected at least 2 token ids"),
+    "maps, no token": ([*MAPS, "--max-tokens=-5"], "--max-tokens is -5; expected at least 1"),
     "maps, segment 0": ([*MAPS, "--segment", "0"], "segment is 0"),
     "maps, samples -1": ([*MAPS, "--samples=-1"], "samples is -1"),
     "maps, divergence of no sample": ([*MAPS, "--samples", "0", "--loss", "kl"], "it needs samples of at least 1"),
@@ -126,7 +151,9 @@ MISTAKES = {
     "ledger, dim of a model": ([*LEDGER, "--dim", "9"], "--dim is for a ledger without --model"),
     "ledger, tokens of no model": (["ledger", "--max-tokens", "9"], "--max-tokens is for a ledger with --model"),
     "ledger, segment 0": ([*LEDGER, "--segment", "0"], "segment is 0"),
-    "ledger, no token": ([*LEDGER, "--max-tokens=-5"], "a.txt has no tokens"),
+    "ledger, no token": ([*LEDGER, "--max-tokens=-5"], "--max-tokens is -5; expected at least 1"),
+    "no token of a sweep": ([*SWEEP, "--max-tokens", "0"], "--max-tokens is 0; expected at least 1"),
+    "ledger of a model without a name": (["ledger", "--model", ""], "config.json is missing"),
     "ledger, missing document": ([*LEDGER, "--documents", "nowhere.txt"], "nowhere.txt is missing"),
     "ledger of no such model": (["ledger", "--model", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
 }
@@ -172,6 +199,25 @@ RUNS = {
     "bf16": to_out("bf16", *SWEEP, "--ranks", "1", "--dtype", "bfloat16"),
     "default folder": [*SWEEP, "--ranks", "1"],
     "info": ["info", "model"],
+    "ids": to_out("ids", "sweep", "bare", *IDS, "--ranks", "1,2", "--method", "svd"),
+    "text by a tokenizer": to_out(
+        "texts",
+        "sweep",
+        "bare",
+        "--tokenizer",
+        "model",
+        "--documents",
+        "a.txt",
+        "ids.jsonl",
+        *IDS[2:],
+        "--max-tokens",
+        "40",
+    ),
+    "maps of ids": to_out("maps-ids", "sensitivity", "bare", *IDS, "--samples", "0"),
+    "transitions of ids": to_out("transitions-ids", "ledger", "--model", "bare", *IDS),
+    "info of a bare model": ["info", "bare"],
+    "verify": ["verify", "model", "--tokens", "5"],
+    "--version": ["--version"],
     "info of a hub folder": ["info", "hub", "--max-length", "100000"],
     "sweep --help": ["sweep", "--help"],
     "info --help": ["info", "--help"],
@@ -181,6 +227,7 @@ RUNS = {
     "maps again": to_out("maps", *MAPS),
     "maps of first order through a cut": [*MAPS, "--samples", "0", "--rank", "2"],
     "validated": to_out("validated", *THREE, "--validate", "--directions", "6"),
+    "validated before": to_out("validated", *THREE),
     "killed": to_out("killed", *THREE),
     "continued": to_out("killed", *THREE),
     "ledger": ["ledger", "--dim", "8", "--draws", "2"],
@@ -200,6 +247,8 @@ def place(tmp_path_factory):
     jd.save(model(), folder / "model")
     mtp = {"mtp.norm.weight": hub_tensors()["model.language_model.norm.weight"]}
     tokenizer().save(str(write(folder / "hub", hub_tensors() | mtp, nested_json()) / "tokenizer.json"))
+    shutil.copytree(folder / "model", folder / "bare")
+    (folder / "bare" / "tokenizer.json").unlink()
     for name in ("empty", "foreign", "broken"):
         (folder / name).mkdir()
     write(folder / "broken", hub_tensors(), nested_json())
@@ -214,6 +263,12 @@ def place(tmp_path_factory):
         "one.txt": "w1",
         "broken.jsonl": '"w1 w2"\n{"text": "w1\n',
         "surrogate.jsonl": '"w1 w2 \\ud800"',
+        "ids.jsonl": json.dumps({"ids": tokens(50, 33)[0].tolist(), "name": "a"}),
+        "beyond.jsonl": '{"ids": [1, 2, 97]}',
+        "deep.jsonl": "[" * 100_000,
+        "digits.jsonl": '{"text": "w1", "id": ' + "9" * 5000 + "}",
+        "table.CSV": "text\nw1\n",
+        "both.ndjson": '{"text": "w1 w2", "ids": [1, 2]}',
     }
     for name, content in contents.items():
         (folder / name).write_text(content)
@@ -240,7 +295,14 @@ def outcomes(place):
         timeout=250,
     )
     assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
+    found = json.loads(child.stdout)
+    for outcome in found.values():
+        outcome["err"] = re.sub(PROGRESS, "", outcome["err"], flags=re.MULTILINE)
+    return found
+
+
+# What a busy machine has to say between two documents.
+PROGRESS = r"^(running segments \(the first compiles\)|measuring removals)(: \d+ of \d+)?, (\d+ h )?(\d+ min)?( ?\d+ s)?\n"
 
 
 # Mistakes
@@ -316,6 +378,68 @@ def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(place):
     assert (parts / "0000.parquet").exists()
 
 
+# Streams
+
+
+def again(place, environ=None, **streams):
+    """The first sweep once more, as a process of its own; its figures are drawn anew."""
+    for suffix in ("png", "svg"):
+        (place / "out-first" / f"loss_by_rank.{suffix}").unlink(missing_ok=True)
+    return subprocess.run(
+        [sys.executable, "-c", "from jaxdelta.cli import main; main()", *RUNS["first"]],
+        cwd=place,
+        env=environment() | (environ or {}),
+        stderr=subprocess.PIPE,
+        **streams,
+    )
+
+
+def has_figures(place):
+    return all((place / "out-first" / f"loss_by_rank.{suffix}").exists() for suffix in ("png", "svg"))
+
+
+@pytest.mark.usefixtures("outcomes")
+def test_a_closed_pipe_is_no_failure(place):
+    read, write = os.pipe()
+    os.close(read)
+    found = again(place, stdout=write)
+    os.close(write)
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert has_figures(place)
+
+
+@pytest.mark.usefixtures("outcomes")
+def test_a_full_disk_below_stdout_is_told_after_the_files_are_written(place):
+    with open("/dev/full", "w") as full:
+        found = again(place, stdout=full)
+    assert found.returncode == 1
+    assert found.stderr.count(b"\n") == 1
+    assert b"No space left on device" in found.stderr
+    assert has_figures(place)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["ascii", "C"],
+)
+def test_a_table_is_printed_in_ascii_where_it_must_be(outcomes, place, environ):
+    found = again(place, environ, stdout=subprocess.PIPE)
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert has_figures(place)
+    said = found.stdout.decode("ascii")
+    assert "+-" in said
+    numbers = [word for word in outcomes["first"]["out"].split() if re.fullmatch(r"[-+]?\d+\.\d+", word)]
+    assert [word for word in said.split() if re.fullmatch(r"[-+]?\d+\.\d+", word)] == numbers
+
+
+@pytest.mark.usefixtures("outcomes")
+def test_no_colour_where_none_is_wanted(place):
+    found = again(place, {"NO_COLOR": "1", "FORCE_COLOR": "1", "TERM": "xterm-256color"}, stdout=subprocess.PIPE)
+    assert found.returncode == 0
+    assert not re.search(rb"\x1b\[[0-9;]*(3[0-9]|4[0-9]|38|48)[0-9;]*m", found.stdout)
+
+
 # What is printed and written
 
 
@@ -344,6 +468,51 @@ def test_a_sweep_writes_rows_manifest_and_figure_where_it_says(outcomes, place, 
     assert all(name in last for name in (folder, *written))
     rows = (place / folder / "rows.csv").read_text().splitlines()
     assert len(rows) == 1 + count * (3 if name == "first" else 2)
+
+
+def test_ids_are_swept_as_the_text_that_they_are_of(outcomes, place):
+    """By a model without a tokenizer, and beside a text that another folder's tokenizer takes apart."""
+    for name in ("ids", "text by a tokenizer"):
+        assert (outcomes[name]["code"], outcomes[name]["trace"], outcomes[name]["err"]) == (0, None, "")
+    rows = [pa_csv.read_csv(place / f"out-{name}" / "rows.csv").to_pylist() for name in ("first", "ids", "texts")]
+    of_text, of_ids = ([(row["rank"], row["num_tokens"], row["loss"]) for row in found] for found in rows[:2])
+    assert of_text == of_ids
+    assert {row["document"] for row in rows[1]} == {"a"}
+    both = {(row["document"], row["rank"]): (row["num_tokens"], row["loss"]) for row in rows[2]}
+    assert both["a.txt", 1] == both["a", 1]
+    assert both["a", 1][0] == 39
+
+
+def test_ids_are_mapped_and_put_through_the_ledger(outcomes, place):
+    for name in ("maps of ids", "transitions of ids"):
+        assert said_by(outcomes[name])
+    assert maps_in(place / "out-maps-ids").document.values.tolist() == ["a"]
+
+
+def test_info_tells_how_a_model_without_a_tokenizer_is_run(outcomes):
+    said = " ".join(outcomes["info of a bare model"]["out"].split())
+    assert "none: give documents as token ids, or --tokenizer" in said
+
+
+def test_the_version_is_told_and_is_that_of_the_package(outcomes):
+    assert outcomes["--version"]["out"] == f"jaxdelta {jd.__version__}\n"
+    assert jd.__version__ == importlib.metadata.version("jaxdelta")
+
+
+def test_verify_says_where_the_comparison_is_run(outcomes):
+    """It has compared nothing, which is no success."""
+    found = outcomes["verify"]
+    assert (found["code"], found["trace"], found["out"]) == (1, None, "")
+    assert f"cd {CHECKOUT} && python -m ports.verify model --tokens 5" in found["err"]
+
+
+def test_verify_outside_of_a_checkout_says_what_it_takes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("jaxdelta.cli.verify.CHECKOUT", tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["verify"])
+    said = capsys.readouterr().err
+    assert "in a checkout of the repository" in said
+    assert "python -m ports.verify MODEL" in said
 
 
 def test_the_same_command_again_prints_the_same(outcomes):
@@ -417,9 +586,10 @@ def test_sensitivities_print_the_dearest_heads_and_that_nothing_was_validated(ou
     assert "Heads by estimated rise of the loss" in said
     assert "Not validated" in said
     rows = [line.split() for line in outcomes[name]["out"].splitlines() if re.match(r" *\d", line)]
-    assert sorted(int(row[1]) for row in rows) == list(range(6))
-    effects = [float(row[2]) for row in rows]
-    assert effects == sorted(effects, reverse=True)
+    for column, ranked in ((2, rows[:6]), (3, rows[6:])):  # by output, then by state
+        assert sorted(int(row[1]) for row in ranked) == list(range(6))
+        effects = [float(row[column]) for row in ranked]
+        assert effects == sorted(effects, reverse=True)
     assert max(map(len, outcomes[name]["out"].splitlines()[:-1])) <= 80
 
 
@@ -432,12 +602,16 @@ def test_sensitivities_print_the_dearest_heads_and_that_nothing_was_validated(ou
     ],
 )
 def test_sensitivities_write_maps_manifest_and_figures_where_they_say(outcomes, place, name, folder):
-    written = {"maps.zarr", "manifest.json", "heads.png", "heads.svg", "by_rank.png", "by_rank.svg"}
+    written = {"maps.zarr", "manifest.json", "heads.csv", "heads.png", "heads.svg", "by_rank.png", "by_rank.svg"}
+    *_, before, last = outcomes[name]["out"].splitlines()
     if name == "validated":
-        written |= {"validation.png", "validation.svg", "validation.csv"}
-    assert {file.name for file in (place / folder).iterdir()} == written | {"parts"}
-    last = outcomes[name]["out"].splitlines()[-1]
-    assert all(name in last for name in (folder, *written))
+        removals = {"rows.csv", "rows.parquet", "manifest.json", "validation.png", "validation.svg", "validation.csv"}
+        assert {file.name for file in (place / folder / "removals").iterdir()} == removals | {"parts"}
+        assert all(x in before for x in (f"{folder}/removals", *removals))
+    assert {file.name for file in (place / folder).iterdir()} == written | {"parts"} | (
+        {"removals"} if name == "validated" else set()
+    )
+    assert all(x in last for x in (folder, *written))
 
 
 def test_maps_are_of_the_tokens_boundaries_and_samples_asked_for(outcomes, place):
@@ -465,7 +639,22 @@ def test_sensitivities_killed_between_two_documents_go_on_to_the_same_maps(outco
     ages = [(place / "out-killed" / "parts" / f"{i:04d}.zarr" / ".zgroup").stat().st_mtime for i in range(2)]
     started = (place / "out-killed" / "manifest.json").stat().st_mtime
     assert ages[0] < ages[1] <= started
-    xr.testing.assert_identical(maps_in(place / "out-killed"), maps_in(place / "out-validated"))
+    whole = maps_in(place / "out-validated")
+    estimates = whole.drop_vars([name for name in whole if name.endswith("_measured")])
+    xr.testing.assert_equal(maps_in(place / "out-killed"), estimates)
+
+
+def test_removals_measured_once_stay_with_their_maps(outcomes, place):
+    """The same command without --validate shows what is known, and measures nothing."""
+    assert outcomes["validated before"]["out"] == outcomes["validated"]["out"]
+    maps = maps_in(place / "out-validated")
+    assert maps.attrs["validated"] == "yes: removals of heads, layers and 6 directions were measured (*_measured)"
+    rows = list(csv.DictReader((place / "out-validated" / "removals" / "rows.csv").open()))
+    for row in rows:
+        if (row["kind"], row["estimator"]) == ("head_state", "measured"):
+            at = dict(document=row["document"], layer=int(row["layer"]), head=int(row["head"]))
+            assert float(maps.head_state_measured.sel(at)) == float(row["effect"])
+    assert {row["boundary"] for row in rows if row["kind"] == "direction"} == {"16"}
 
 
 def test_a_validation_prints_a_table_for_each_kind_and_states_its_numbers(outcomes, place):
@@ -476,7 +665,7 @@ def test_a_validation_prints_a_table_for_each_kind_and_states_its_numbers(outcom
     assert "6 units, 3 documents" in said
     assert "Validated against measured removal of outputs: Spearman" in said
     assert "Not validated" not in said
-    rows = (place / "out-validated" / "validation.csv").read_text().splitlines()
+    rows = (place / "out-validated" / "removals" / "validation.csv").read_text().splitlines()
     assert rows[0] == '"kind","estimator","metric","value","low","high"'
     assert {row.split(",")[0].strip('"') for row in rows[1:]} == {
         "direction",

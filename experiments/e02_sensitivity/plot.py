@@ -3,13 +3,13 @@
 import argparse
 from pathlib import Path
 
-import pyarrow.parquet as pa_parquet
 import xarray as xr
 from rich.console import Console
 
 from experiments.e02_sensitivity.run import FOLDER
 from jaxdelta.analysis import validation
 from jaxdelta.report import sensitivity as report
+from jaxdelta.results import finished_rows
 
 
 def main() -> None:
@@ -17,14 +17,15 @@ def main() -> None:
     top.add_argument("--out", type=Path, default=FOLDER)
     folder = top.parse_args().out
     maps = xr.open_zarr(folder / "maps" / "maps.zarr", consolidated=False).load()
-    compared = validation.from_rows(pa_parquet.read_table(folder / "effects" / "rows.parquet"))
+    rows = finished_rows(folder / "removals")
+    compared = validation.from_rows(rows)
     scores = [s for comparison in compared for s in validation.scores(comparison)]
     console = Console(width=110)
     for comparison in compared:
         console.print(report.score_table([s for s in scores if s.kind == comparison.kind], comparison))
-    console.print(report.head_table(maps, trust=report.trust_line(scores)))
-    report.write_scores(scores, folder)
-    for file in report.write_figures(folder, maps, compared, scores):
+    for table in report.head_tables(validation.joined(maps, rows), trust=report.trust_line(scores)):
+        console.print(table)
+    for file in [*report.write_figures(folder, maps, compared), *report.write_validation(folder, compared, scores)]:
         console.print(str(file))
 
 

@@ -16,12 +16,11 @@ order of directions should carry less.
 import argparse
 from pathlib import Path
 
-from rich.progress import track
+from rich.progress import Progress
 
 import jaxdelta as jd
 from jaxdelta.analysis import validation
 from jaxdelta.analysis.sensitivity import sensitivity_maps
-from jaxdelta.results import Results
 from jaxdelta.tasks.documents import embedded_texts, tokenize
 
 FOLDER = Path("results") / "e02_sensitivity"
@@ -40,30 +39,19 @@ def main() -> None:
     model = jd.load(arguments.model)
     documents = [d.head(arguments.tokens) for d in tokenize(embedded_texts(), model.tokenizer)]
     maps = sensitivity_maps(model, documents, samples=arguments.samples, out=arguments.out / "maps", name=arguments.model)
-    boundary = (min(len(d.tokens) for d in documents) - 1) // 256 // 2
-    configuration = {
-        "experiment": "e02_sensitivity",
-        "model": arguments.model,
-        "documents": [[d.name, d.sha256()] for d in documents],
-        "samples": arguments.samples,
-        "directions": arguments.directions,
-        "boundary": boundary,
-        "steps": arguments.steps,
-    }
-    results = Results(arguments.out / "effects", configuration, {})
-    for index, document in track(list(enumerate(documents)), description="measuring"):
-        if results.part(index) is None:
-            compared = validation.compare(
-                model,
-                [document.tokens],
-                maps.isel(document=[index]),
-                directions=arguments.directions,
-                boundary=boundary,
-                dear=True,
-                steps=arguments.steps,
-            )
-            results.write_part(index, validation.to_rows(compared, [document.name]))
-    results.finish(len(documents))
+    with Progress() as bar:
+        task = bar.add_task("measuring removals", total=len(documents))
+        validation.removals(
+            model,
+            documents,
+            maps,
+            directions=arguments.directions,
+            dear=True,
+            steps=arguments.steps,
+            out=arguments.out / "removals",
+            name=arguments.model,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Dearer estimates of what the removal of a direction does, for chosen directions of one boundary (in tokens seen) of a text.
+"""Dearer estimates of what the removal of a direction does, for chosen directions of one boundary of a text.
 
     gauss_newton           -gate + 1/2 dz^T (diag p - p p^T) dz / N: forward mode carries the removal to the logits z
     exact_local            the layer is run without the direction, its norm recomputed; only the rest is linear

@@ -9,6 +9,7 @@ First order and Fisher part are summed over segments or boundaries, within a sam
 
 import xarray as xr
 
+from jaxdelta.analysis.labels import labelled
 from jaxdelta.analysis.sensitivity import tail_effect
 
 PARTS = {"output": "segment", "state": "boundary"}  # of a head, and what its derivatives are summed over
@@ -31,7 +32,18 @@ def head_importance(maps: xr.Dataset) -> xr.Dataset:
         found[f"head_{part}"] = _effect(first, drawn, maps.scored)
         found[f"layer_{part}"] = _effect(first.sum("head"), None if drawn is None else drawn.sum("head"), maps.scored)
     found["michel"] = michel(head_sums(maps, "output")[0])
-    return xr.Dataset(found, attrs=maps.attrs)
+    return labelled(xr.Dataset(found, attrs=maps.attrs), _words(maps.attrs["unit"]))
+
+
+def _words(unit: str) -> dict[str, tuple[str, str]]:
+    """Long name and units of each variable."""
+    removed = {"output": "output in the whole text is", "state": "state at every boundary is"}
+    found = {
+        f"{kind}_{part}": (f"estimated rise of the objective when a {kind}'s {said} removed", unit)
+        for kind in ("head", "layer")
+        for part, said in removed.items()
+    }
+    return found | {"michel": ("|derivative of a head's gate|, scaled to unit norm within its layer", "1")}
 
 
 def michel(first: xr.DataArray) -> xr.DataArray:

@@ -31,7 +31,7 @@ COORDINATES = {
 
 
 def head_coordinates(config: DecoderConfig) -> dict[str, Any]:
-    """Coordinates of arrays over linear layers and value heads: ``layer``, with ``linear_layer`` beside it, and ``head``."""
+    """Coordinates of arrays over linear layers and value heads: ``layer``, ``linear_layer`` beside it, and ``head``."""
     return {
         "layer": list(config.linear_layers),
         "linear_layer": ("layer", np.arange(len(config.linear_layers))),

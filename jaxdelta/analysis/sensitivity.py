@@ -4,9 +4,9 @@ A gate on direction i of a state S = sum_i sigma_i u_i v_i^T multiplies its term
 
     gate_i = dL/d(gate_i) at 1 = sigma_i u_i^T G v_i
 
-u_i and v_i are constants: no SVD is differentiated. They are found in f64 (:mod:`jaxdelta.ops.directions`), so the faint ones
-count as the strong ones do, down to ``below_rounding``: there a direction is no more than the rounding of the f32 state, is
-kept, and is left out of rankings. Within a block of equal singular values single gates depend on the basis
+u_i and v_i are constants: no SVD is differentiated. They are found in f64 (:mod:`jaxdelta.ops.directions`), so the faint
+ones count as the strong ones do, down to ``below_rounding``: there a direction is no more than the rounding of the f32
+state, is kept, and is left out of rankings. Within a block of equal singular values single gates depend on the basis
 chosen and only their sum means something, so figures by rank are made from sums (:func:`tail_gate`, :func:`tail_fisher`).
 Where a state is only read, all its gates together scale o, which the norm after it cancels: their sum has almost no
 first-order signal.
@@ -93,8 +93,8 @@ def sensitivity(
         and dL/dg; over (document, segment or boundary, layer, head) ``head_output`` and ``head_state``, derivatives of
         gates on a head's output after its norm and on its carried state. ``*_sample`` hold the summed loss's derivative for
         each sampled label. With a truncation, ``without_gap`` counts the states at a boundary whose exact derivative does
-        not exist, and is taken without the directions' turning. Axes are those of :mod:`jaxdelta.analysis.labels`: ``layer``
-        is the model's layer, ``boundary`` the tokens seen. NaN where a document has ended.
+        not exist, and is taken without the directions' turning. Axes are those of :mod:`jaxdelta.analysis.labels`:
+        ``layer`` is the model's layer, ``boundary`` the tokens seen. NaN where a document has ended.
 
     Raises:
         ValueError: no token is scored, a document is too short, or an argument is out of range.

@@ -33,6 +33,7 @@ SCHEMA = pa.schema(
         ("rank", pa.int32()),
         ("layer", pa.int32()),
         ("head", pa.int32()),
+        ("num_boundaries", pa.int32()),
         ("num_tokens", pa.int32()),
         ("loss", pa.float64()),
         ("num_copy_tokens", pa.int32()),
@@ -94,8 +95,9 @@ def sweep(
         progress: called with the segments x rows done and their total.
 
     Returns:
-        One row per document x world: document, rank, layer and head (null where the scope is wider), num_tokens (N - 1,
-        all scored), loss, num_copy_tokens, copy_loss (null without copy tokens); losses in mean nats a scored token.
+        One row per document x world: document, rank, layer (the model's) and head (null where the scope is wider),
+        num_boundaries (after which a token is still predicted; where 0, nothing is cut), num_tokens (N - 1, all scored),
+        loss, num_copy_tokens, copy_loss (null without copy tokens); losses in mean nats a scored token.
 
     Raises:
         ValueError: ranks, documents or segment out of bounds; ``ResultsError``, ``NonFiniteError`` and ``MemoryError`` of
@@ -116,7 +118,7 @@ def sweep(
     worlds = make_worlds(config, ranks, scope)
     grid = [(document, world) for document in documents for world in worlds]
     longest = max(len(d.tokens) for d in documents)
-    if segment >= longest:
+    if not num_boundaries(longest, segment):
         raise ValueError(f"the longest document has {longest} tokens: segments of {segment} leave no boundary to cut at")
     longest = -(-longest // segment) * segment
     planned = batch
@@ -156,13 +158,18 @@ def sweep(
 
             cut = Truncate(np.stack([rank_array(config, world) for _, world in filled]), method=method, max_rank=max_rank)
             losses = _run_rows(model, filled, cut, segment=segment, max_length=longest, advance=advance)
-            table = _table(rows, losses, copy_gap)
+            table = _table(rows, losses, segment, copy_gap)
             if results is not None:
                 results.write_part(index, table)
         done += len(rows) * (longest // segment)
         progress(done, total)
         tables.append(table)
     return pa.concat_tables(tables) if results is None else results.finish(len(tables))
+
+
+def num_boundaries(length: int, segment: int) -> int:
+    """Boundaries of a document of ``length`` tokens after which a token is still predicted."""
+    return max(0, length - 2) // segment
 
 
 def make_worlds(config: DecoderConfig, ranks: Sequence[int], scope: Scope = "all") -> list[World]:
@@ -191,13 +198,22 @@ def rank_array(config: DecoderConfig, world: World) -> np.ndarray:
     return rank
 
 
-def summarize(rows: pa.Table, *, copy_tokens: bool = False) -> list[Summary]:
-    """Each world over all documents, the untouched one first; of copy tokens over the documents that have any."""
+def uncut(rows: pa.Table) -> list[str]:
+    """Names of the documents that are over before a state is cut: every world of theirs is the untouched one."""
+    return list(dict.fromkeys(row["document"] for row in rows.to_pylist() if row["num_boundaries"] == 0))
+
+
+def summarize(rows: pa.Table, *, copy_tokens: bool = False, with_uncut: bool = False) -> list[Summary]:
+    """Each world over all documents, the untouched one first; of copy tokens over the documents that have any.
+
+    Documents without a boundary would thin the differences out; they are left out unless ``with_uncut``.
+    """
+    left_out = set() if with_uncut else set(uncut(rows))
     column, count = ("copy_loss", "num_copy_tokens") if copy_tokens else ("loss", "num_tokens")
     by_world: dict[World, dict[str, float]] = {}
     for row in rows.to_pylist():
         losses = by_world.setdefault(World(row["rank"], row["layer"], row["head"]), {})
-        if row[count]:
+        if row[count] and row["document"] not in left_out:
             losses[row["document"]] = row[column]
     untouched = by_world[max(by_world, key=lambda world: (world.rank, world.layer is None))]
     if not untouched:
@@ -244,7 +260,7 @@ def _run_rows(
         raise NonFiniteError(f"document {document.name}, rank {world.rank}: {error}", error.row) from None
 
 
-def _table(rows: list[tuple[Document, World]], losses: np.ndarray, copy_gap: int) -> pa.Table:
+def _table(rows: list[tuple[Document, World]], losses: np.ndarray, segment: int, copy_gap: int) -> pa.Table:
     def entries() -> Iterator[dict]:
         for (document, world), row in zip(rows, losses, strict=False):
             scored = row[: len(document.tokens) - 1].astype(np.float64)
@@ -252,6 +268,7 @@ def _table(rows: list[tuple[Document, World]], losses: np.ndarray, copy_gap: int
             yield dict(
                 document=document.name,
                 **world._asdict(),
+                num_boundaries=num_boundaries(len(document.tokens), segment),
                 num_tokens=len(scored),
                 loss=scored.mean(),
                 num_copy_tokens=int(copies.sum()),

@@ -7,6 +7,7 @@ import pyarrow as pa
 import xarray as xr
 from jaxtyping import Bool, Float
 
+from jaxdelta.analysis.labels import labelled
 from jaxdelta.analysis.windows import numerical_tolerance
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -130,7 +131,12 @@ def distributions(ledger: xr.Dataset) -> xr.Dataset:
         "histogram": (("quantity", "layer", "head", "bin"), counts),
         "edges": (("quantity", "edge"), np.stack(list(EDGES.values()))),
     }
-    return xr.Dataset(found, {"quantity": list(EDGES), "layer": ledger.layer})
+    words = {
+        "histogram": ("tokens and steps in the bin", "count"),
+        "edges": ("edges of the bins", "1"),
+        "quantity": ("quantity", "name"),
+    }
+    return labelled(xr.Dataset(found, {"quantity": list(EDGES), "layer": ledger.layer}), words)
 
 
 def _of_tokens(ledger: xr.Dataset, name: str) -> Float[np.ndarray, "N A"]:

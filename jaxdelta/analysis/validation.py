@@ -8,9 +8,9 @@ Effects are averaged over documents, unit by unit (a direction, a head, a layer)
     cost                  units measured in predicted order until the true top k are all among them
 
 Intervals are those of the jackknife over n documents: the number, give or take Student's t (n - 1 degrees, 95 %) times
-sqrt((n - 1) / n sum (leave-one-out - their mean)^2), cut to the metric's range. They hold the number itself, which quantiles of
-a bootstrap over half a dozen documents need not: a document drawn twice is noise counted twice, and lowers every correlation.
-Source: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 11.
+sqrt((n - 1) / n sum (leave-one-out - their mean)^2), cut to the metric's range. They hold the number itself, which quantiles
+of a bootstrap over half a dozen documents need not: a document drawn twice is noise counted twice, and lowers every
+correlation. Source: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 11.
 
 The ceiling compares measured effects of one half of the documents with those of the other, over random halves: no estimate
 need agree with the measurement better than it does with itself. Its interval is the middle 95 % of the halves.
@@ -331,7 +331,7 @@ def scores(comparison: Comparison, *, top: int | None = None, halves: int = 200,
 
 
 def _jackknife(value: Sequence[float], left_out: Sequence[Sequence[float]], units: int) -> list[np.ndarray]:
-    """Lower and upper ends of the 95 % interval of every metric; NaN where a leave-one-out does not exist, or of too few."""
+    """Ends of the 95 % interval of every metric; NaN where a leave-one-out does not exist, or documents are too few."""
     n = len(left_out)
     if not n:
         return [np.full(len(METRICS), np.nan)] * 2

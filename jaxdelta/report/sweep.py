@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from jaxdelta.analysis.sweep import Summary, summarize
+from jaxdelta.analysis.sweep import Summary, summarize, uncut
 from jaxdelta.report.figure import save_figure
 from jaxdelta.report.sheet import Sheet
 
@@ -14,14 +14,14 @@ from jaxdelta.report.sheet import Sheet
 def table(rows: pa.Table) -> Sheet:
     """Rank, loss and difference to the untouched model, over all tokens and over copy tokens."""
     summaries = summarize(rows)
-    scored = sum(rows["num_tokens"].to_pylist()) // len(summaries)
-    documents = len(set(rows["document"].to_pylist()))
+    short = uncut(rows)
+    tokens = {row["document"]: row["num_tokens"] for row in rows.to_pylist() if row["document"] not in short}
     copies = {s.world: s for s in summarize(rows, copy_tokens=True)}
     scopes = [name for name in ("layer", "head") if any(getattr(s.world, name) is not None for s in summaries)]
     view = Sheet(
-        f"Loss by rank of the carried state: {documents} documents, {scored:,} scored tokens",
+        f"Loss by rank of the carried state: {len(tokens)} documents, {sum(tokens.values()):,} scored tokens",
         caption="Nats a scored token, mean over documents; diff. to the untouched\n"
-        "model (first row), ± its paired standard error, % of the untouched loss.",
+        "model (first row), ± its paired standard error, % of the untouched loss." + _left_out(short, len(tokens)),
         keys=1 + len(scopes),
     )
     for name in ("rank", *scopes):
@@ -34,6 +34,12 @@ def table(rows: pa.Table) -> Sheet:
         cells = [str(world.rank), *("all" if getattr(world, n) is None else str(getattr(world, n)) for n in scopes)]
         view.add_row(*cells, *_cells(summary), *_cells(copies.get(world)))
     return view
+
+
+def _left_out(short: list[str], counted: int) -> str:
+    if not short:
+        return ""
+    return f"\n{len(short)} of {counted + len(short)} documents have no boundary: nothing of theirs is cut, not counted."
 
 
 def _cells(summary: Summary | None) -> list[str]:

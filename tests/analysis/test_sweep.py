@@ -15,7 +15,7 @@ from rich.console import Console
 
 import jaxdelta as jd
 from jaxdelta import memory
-from jaxdelta.analysis.sweep import SCHEMA, Summary, World, make_worlds, rank_array, summarize, sweep
+from jaxdelta.analysis.sweep import SCHEMA, Summary, World, make_worlds, num_boundaries, rank_array, summarize, sweep
 from jaxdelta.interventions import Truncate
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.report import sweep as report
@@ -480,3 +480,28 @@ def test_an_unknown_scope_or_method_is_refused_and_writes_nothing(tmp_path, chan
     with pytest.raises((ValueError, TypeError), match=next(iter(changes.values()))):
         sweep(net(), [A], out=tmp_path / "out", **(OPTIONS | changes))
     assert not (tmp_path / "out").exists()
+
+
+SEGMENT = 16
+
+
+def test_documents_without_a_boundary_are_counted_apart():
+    """Nine short texts beside a long one: the rise is the long one's, and the table says what was left out."""
+    texts = tokens(50, *[SEGMENT] * 5, *[SEGMENT + 1] * 4)
+    rows = sweep(model(), texts, ranks=[1], segment=SEGMENT)
+    alone = sweep(model(), texts[:1], ranks=[1], segment=SEGMENT)
+    assert [num_boundaries(n, SEGMENT) for n in (2, SEGMENT, SEGMENT + 1, SEGMENT + 2, 2 * SEGMENT + 2)] == [0, 0, 0, 1, 2]
+    assert set(zip(rows["document"].to_pylist(), rows["num_boundaries"].to_pylist(), strict=True)) == {
+        ("document_0", 48 // SEGMENT),
+        *((f"document_{i}", 0) for i in range(1, 10)),
+    }
+    for row in rows.to_pylist():
+        if row["num_boundaries"] == 0:  # nothing of theirs is cut
+            whole = next(r for r in rows.to_pylist() if r["document"] == row["document"] and r["rank"] == 8)
+            assert row["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+    for with_uncut, share in ((False, 1), (True, 10)):
+        found, expected = summarize(rows, with_uncut=with_uncut)[-1], summarize(alone)[-1]
+        assert found.difference == pytest.approx(expected.difference / share, abs=1e-5)
+    said = " ".join(printed(rows).split())
+    assert "1 documents, 49 scored tokens" in said
+    assert "9 of 10 documents have no boundary" in said and "no boundary" not in printed(alone)

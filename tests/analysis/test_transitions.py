@@ -174,6 +174,7 @@ def test_a_ledger_has_every_token_and_window(ledgers, name):
         assert there.tolist() == [[True] * 41, [True] * 23 + [False] * 18]
     assert ledger["count"].values.tolist() == [[41, 10, 2, 0], [23, 5, 1, 0]]
     assert ledger.layer.values.tolist() == list(c.linear_layers)
+    assert all({"long_name", "units"} <= set(variable.attrs) for variable in ledger.variables.values())
     assert ledger.document.values.tolist() == ["of 41", "of 23"]
 
 

@@ -315,6 +315,12 @@ def by_hand(samples=4):
     return xr.Dataset(found, attrs={"unit": "nats a scored token"})
 
 
+def test_every_variable_says_what_it_is_and_in_which_units(maps):
+    for data in (maps, head_importance(maps)):
+        for name, variable in data.variables.items():
+            assert {"long_name", "units"} <= set(variable.attrs), name
+
+
 @pytest.mark.parametrize("part", ["output", "state"])
 def test_importance_sums_over_the_text_within_a_sample_before_squares(part):
     maps = by_hand()

@@ -237,6 +237,22 @@ def test_states_of_unit_vectors_keep_the_largest(method):
     assert relative_error(known(jnp.asarray(S), 4, method=method).state, np.where(S >= 3, S, 0)) < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("method", "faintest", "beside"),
+    [("subspace", 1e-2, 1.03), ("eigh", 1e-2, 1.01), ("eigh", 1e-3, 1.3), ("svd", 1e-5, 1.01)],
+)
+def test_ranks_in_the_faint_part_leave_little_more_than_the_least(method, faintest, beside):
+    """Of what each method says of itself in f32; the tail is beside the last sigma kept, whatever sigma_1 is."""
+    sigma = np.logspace(0, -6.2, 24)
+    S = matrices_of_spectrum(41, sigma, 24, 31, (4,)).astype(np.float32)
+    rank = int((sigma > faintest).sum())
+    left = [
+        np.linalg.norm(S - np.asarray(x, np.float64), axis=(1, 2))
+        for x in (known(S, rank, method=method).state, truncated(S, rank))
+    ]
+    assert (left[0] < beside * left[1]).all()
+
+
 @METHODS
 @pytest.mark.parametrize("shape", [(1, 7), (7, 1)])
 def test_thin_states(method, shape):
