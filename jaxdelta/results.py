@@ -70,11 +70,12 @@ class Results:
         self._manifest = self.folder / "manifest.json"
         configuration = json.loads(json.dumps(configuration | {"environment": environment(), "commit": commit()}))
         try:
-            (self.folder / "parts").mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             if not self._manifest.exists():
                 self._refuse_foreign_files()
                 self._write_manifest({"configuration": configuration, "plan": plan, "started": _now()}, replace=False)
             self.manifest = self._read_manifest(configuration)
+            (self.folder / "parts").mkdir(exist_ok=True)
         except OSError as error:
             raise ResultsError(f"results folder {self.folder} cannot be used: {error.strerror}; choose another") from None
 
@@ -161,7 +162,8 @@ class Results:
     def _refuse_foreign_files(self) -> None:
         """A folder without a manifest must be empty, but for what a run killed at its very start leaves."""
         others = [p.name for p in self.folder.iterdir() if p.name != "parts" and not PARTIAL.fullmatch(p.name)]
-        others += [p.name for p in (self.folder / "parts").iterdir() if not PARTIAL.fullmatch(p.name)]
+        if (self.folder / "parts").exists():
+            others += [p.name for p in (self.folder / "parts").iterdir() if not PARTIAL.fullmatch(p.name)]
         if others and not self._manifest.exists():  # which another process may have written by now
             raise ResultsError(f"{self.folder} is not empty and has no manifest.json; choose another folder")
 

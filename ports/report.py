@@ -19,6 +19,7 @@ from jaxdelta.report.sheet import Sheet
 from ports.compare import ARRAYS, LOGITS_OF_POSITION, position_arrays, to_json
 from ports.verdict import BF16_FACTOR, EXTREME, MARGINS, Line, broken
 
+TITLE = "# Equivalence of jaxdelta and its torch reference"
 FILES = ("report.md", "comparison.json", "drift.png", "drift.svg")
 DRIFT_HEADINGS = ("layer", "first", "last", "worst", "at", "bound", "holds")
 OTHER_HEADINGS = ("compared", "worst", "at", "bound", "holds")
@@ -122,13 +123,20 @@ def write_report(
     (folder / "report.md").write_text(markdown(comparison, lines, subject, dtype), encoding="utf-8")
 
 
+def is_report(folder: Path) -> bool:
+    """Whether a folder holds what :func:`write_report` has written, whole or begun."""
+    begins = {"report.md": f"{TITLE}: ", "comparison.json": '{\n "subject": '}
+    files = {folder / name: text for name, text in begins.items() if (folder / name).is_file()}
+    return bool(files) and all(file.read_bytes().startswith(text.encode()) for file, text in files.items())
+
+
 def markdown(comparison: dict[str, Any], lines: Sequence[Line], subject: dict[str, str], dtype: str) -> str:
     """The report."""
     wrong = broken(comparison, lines)
     verdict = [f"**Broken:** {text}" for text in wrong] or [f"**All {len(lines)} bounds hold.**"]
     warnings = [f"**Not a tested version:** {name}" for name in comparison["reference"]["untested"]]
     parts = [
-        f"# Equivalence of jaxdelta and its torch reference: {subject['Model']}",
+        f"{TITLE}: {subject['Model']}",
         _bullets([*verdict, *warnings]),
         f"Bounds: {bounds_in_words(lines, dtype)}",
         "## What was compared",

@@ -269,10 +269,18 @@ def check_disk(work: Path, needed: int, console: Console) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Make the report's folder, and remove an earlier report, which would pass for this one if this one fails."""
+    """Make the report's folder, and remove an earlier report, which would pass for this one if this one fails.
+
+    Raises:
+        ValueError: a file has the name of one of the report's, and is none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in report.FILES:
-        (folder / name).unlink(missing_ok=True)
+    found = [folder / name for name in report.FILES if (folder / name).exists()]
+    if found and not report.is_report(folder):
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{folder} holds {names}, which no earlier run has written; choose another --output")
+    for file in found:
+        file.unlink()
 
 
 @contextmanager

@@ -431,11 +431,13 @@ def test_results_of_another_version_or_device_are_refused_with_the_difference(tm
 
 @pytest.mark.parametrize("place", ["notes.txt", "rows.csv", "parts/0000.parquet", *OF_OTHERS, "parts/film.mp4.partial"])
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path, place):
-    (tmp_path / "parts").mkdir()
+    (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text("precious")
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ResultsError, match=r"is not empty and has no manifest\.json; choose another folder"):
         filled(tmp_path)
     assert list(contents(tmp_path).values()) == [b"precious"]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

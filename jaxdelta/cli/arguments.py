@@ -50,8 +50,10 @@ def documents_of(arguments: argparse.Namespace, model: Decoder) -> list[Document
     """The documents that were asked for, as token ids of ``model``.
 
     Raises:
-        ValueError: a file, a text or an id that is no use; names the document.
+        ValueError: a file, a text or an id that is no use, which it names, or no tokens asked for.
     """
+    if arguments.max_tokens is not None and arguments.max_tokens < 1:
+        raise ValueError(f"--max-tokens is {arguments.max_tokens}; expected at least 1")
     given = read_documents(arguments.documents) if arguments.documents else embedded_texts()
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else model.tokenizer
     documents = tokenize(given, tokenizer, vocab_size=model.config.vocab_size)

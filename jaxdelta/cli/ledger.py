@@ -38,11 +38,12 @@ def ledger_command(arguments: argparse.Namespace, console: Output) -> None:
         "dtype": "float32",
         "revision": None,
     }
-    other, where = (of_claims, "without") if arguments.model else (of_model, "with")
+    has_model = arguments.model is not None
+    other, where = (of_claims, "without") if has_model else (of_model, "with")
     for name, default in other.items():
         if getattr(arguments, name) != default:
             raise ValueError(f"--{name.replace('_', '-')} is for a ledger {where} --model")
-    (_model_ledger if arguments.model else _claims_ledger)(arguments, console)
+    (_model_ledger if has_model else _claims_ledger)(arguments, console)
 
 
 def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:

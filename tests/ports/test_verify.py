@@ -44,6 +44,10 @@ def place(tmp_path_factory) -> Path:
     (folder / "empty.txt").write_text("")
     (folder / "one.txt").write_text("w1")
     (folder / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (folder / "ids.jsonl").write_text('{"ids": [5, 3, 0, 9], "name": "mine"}\n{"ids": [1, 2]}\n')
+    (folder / "beyond.jsonl").write_text('{"ids": [5, 97]}')
+    (folder / "theirs").mkdir()
+    (folder / "theirs" / "report.md").write_text("# Their report")
     return folder
 
 
@@ -124,6 +128,12 @@ MISTAKES = {
     "no such text": (["model", "--text", "nowhere.txt"], "nowhere.txt is missing"),
     "binary text": (["model", "--text", "binary.txt"], "binary.txt is not UTF-8"),
     "text without a tokenizer": (["bare", "--text", "long.txt"], "has no tokenizer.json, which --text needs"),
+    "an id without a row": (
+        ["bare", "--text", "beyond.jsonl"],
+        "beyond.jsonl:1 has the token id 97; the model's run from 0",
+    ),
+    "no such tokenizer": (["bare", "--tokenizer", "nowhere"], "nowhere is missing; expected a tokenizer.json"),
+    "somebody's report": (["bare", "--output", "theirs"], "theirs holds report.md, which no earlier run has written"),
     "one token asked for": (["model", "--tokens", "1"], "--tokens is 1; at least 2"),
     "output is a file": (["model", "--output", "long.txt"], "long.txt"),
 }
@@ -135,6 +145,34 @@ def test_a_mistake_costs_a_line(place, monkeypatch, capsys, arguments, told):
     assert verify.main(arguments) == verify.UNUSABLE
     found = capsys.readouterr().err
     assert told in found and found.startswith("error: ") and len(found.splitlines()) == 1
+
+
+def test_what_was_in_the_way_of_a_report_is_left_as_it_was(place):
+    with pytest.raises(ValueError, match="choose another --output"):
+        verify._clear(place / "theirs")
+    assert (place / "theirs" / "report.md").read_text() == "# Their report"
+
+
+def test_an_earlier_report_is_removed_whole_or_begun(tmp_path):
+    (tmp_path / "comparison.json").write_text('{\n "subject": {')
+    verify._clear(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ids_are_run_by_a_model_without_a_tokenizer(place):
+    """Of several documents in a file the first, which is said."""
+    ids, told = verify.read_tokens(verify.inspect(place / "bare"), place / "ids.jsonl", 3)
+    assert ids.tolist() == [[5, 3, 0]]
+    assert told == f"mine, the first of 2 documents in {place / 'ids.jsonl'}, the first 3 of 4 tokens"
+
+
+def test_a_text_is_taken_apart_by_the_tokenizer_that_is_given(place):
+    by_model = verify.read_tokens(verify.inspect(place / "model"), place / "long.txt", 60)
+    assert by_model[0].tolist() == [tokens(60)[0].tolist()]
+    for tokenizer_ in (place / "model", place / "model" / "tokenizer.json"):
+        found = verify.read_tokens(verify.inspect(place / "bare"), place / "long.txt", 60, tokenizer_)
+        assert found[1] == by_model[1]
+        assert found[0].tolist() == by_model[0].tolist()
 
 
 @pytest.mark.parametrize("lengths", ["0", "-1", "x", "1,,2", "4,0"])
