@@ -145,6 +145,7 @@ MISTAKES = {
     "maps, rank 9": ([*MAPS, "--rank", "9"], "rank 9 is outside of 1 to min(K, V) = 8"),
     "maps, frozen basis of nothing": ([*MAPS, "--frozen-basis"], "frozen_basis is for a truncation"),
     "maps, missing document": ([*MAPS, "--documents", "nowhere.txt"], "nowhere.txt is missing"),
+    "ledger, dim of a million": (["ledger", "--dim", "1000000"], "dim = 1000000, draws = 200: about"),
     "ledger, dim 7": (["ledger", "--dim", "7"], "dim = 7, draws = 200, seed = 0; expected at least 8, 1 and 0"),
     "ledger, draws 0": (["ledger", "--draws", "0"], "draws = 0"),
     "maps of no such model": (["sensitivity", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
@@ -216,7 +217,7 @@ RUNS = {
     "maps of ids": to_out("maps-ids", "sensitivity", "bare", *IDS, "--samples", "0"),
     "transitions of ids": to_out("transitions-ids", "ledger", "--model", "bare", *IDS),
     "info of a bare model": ["info", "bare"],
-    "verify": ["verify", "model", "--tokens", "5"],
+    "verify": ["verify", "--tokens", "5", "model"],
     "--version": ["--version"],
     "info of a hub folder": ["info", "hub", "--max-length", "100000"],
     "sweep --help": ["sweep", "--help"],
@@ -503,7 +504,7 @@ def test_verify_says_where_the_comparison_is_run(outcomes):
     """It has compared nothing, which is no success."""
     found = outcomes["verify"]
     assert (found["code"], found["trace"], found["out"]) == (1, None, "")
-    assert f"cd {CHECKOUT} && python -m ports.verify model --tokens 5" in found["err"]
+    assert f"cd {CHECKOUT} && python -m ports.verify --tokens 5 model" in found["err"]
 
 
 def test_verify_outside_of_a_checkout_says_what_it_takes(monkeypatch, tmp_path, capsys):

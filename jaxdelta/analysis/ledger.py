@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 
+from jaxdelta import memory
 from jaxdelta.analysis.claims import Line, above, at_most, below, equal
 from jaxdelta.ops.householder import (
     active_rank,
@@ -99,9 +100,15 @@ def ledger(*, dim: int = 16, draws: int = 200, seed: int = 0, out: Path | str | 
     Raises:
         ValueError: ``dim`` below 8 (7 factors are to leave something frozen), ``draws`` below 1 or ``seed`` below 0;
             ``ResultsError`` where ``out`` cannot be used.
+        MemoryError: the matrices do not fit.
     """
     if dim < SMALLEST_DIM or draws < 1 or seed < 0:
         raise ValueError(f"dim = {dim}, draws = {draws}, seed = {seed}; expected at least {SMALLEST_DIM}, 1 and 0")
+    needed, limit = 64 * draws * dim**2, memory.device_memory()  # eight f64 matrices of a draw live at once
+    if needed > limit:
+        raise MemoryError(
+            f"dim = {dim}, draws = {draws}: about {memory.gib(needed)} are needed, {memory.gib(limit)} are there; take less"
+        )
     if out is None:
         return _measure(dim, draws, seed)
     results = Results(Path(out), dict(analysis="ledger", dim=dim, draws=draws, seed=seed), None)

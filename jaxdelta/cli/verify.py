@@ -17,8 +17,9 @@ def add_verify(commands) -> None:
         description="A checkpoint is compared with its torch reference by python -m ports.verify, which needs torch and a "
         "checkout of the repository. This says where that is, with the arguments given.",
         add_help=False,
+        prefix_chars="\0",  # the options are that command's
     )
-    verify.add_argument("arguments", nargs=argparse.REMAINDER, help="of python -m ports.verify")
+    verify.add_argument("arguments", nargs="*", help="of python -m ports.verify")
     verify.set_defaults(call=verify_command, device=False)
 
 

@@ -233,6 +233,14 @@ def test_rows_are_kept_and_not_measured_again(tmp_path, monkeypatch):
         ledger(dim=8, draws=3, out=tmp_path / "x")
 
 
+@pytest.mark.parametrize("size", [{"dim": 10**6, "draws": 1}, {"dim": 10**20}, {"draws": 10**12}], ids=str)
+def test_matrices_that_do_not_fit_are_told_before_any_is_made(size, tmp_path):
+    """Asked for memory that is not there, jax ends the process."""
+    with pytest.raises(MemoryError, match=r"are needed, .* are there; take less"):
+        ledger(**size, out=tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
 def test_the_table_has_every_line_whole(rows):
     console = Console(width=80, file=io.StringIO())
     console.print(tables(rows))
