@@ -169,6 +169,11 @@ def run(
     return Run(found[:, : N - 1], carry, _stack(records))
 
 
+def num_boundaries(length: int, segment: int) -> int:
+    """Boundaries of a text of ``length`` tokens after which a token is still predicted."""
+    return max(0, length - 2) // segment
+
+
 def _as_rows(tokens) -> np.ndarray:
     try:
         rows = np.asarray(tokens)

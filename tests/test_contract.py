@@ -1,7 +1,9 @@
 """Interventions of one's own: runs give the right numbers whatever a class keeps where, or say why they cannot."""
 
+import json
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 import jaxdelta as jd
 from jaxdelta import segments
-from jaxdelta.interventions import Perturbation, Scale, check_intervention
+from jaxdelta.interventions import Perturbation, Scale, check_intervention, described
 from jaxdelta.reverse import record
 from tests.tiny import model, tokens
 
@@ -98,6 +100,50 @@ class OwnEquality(Perturbation):
         return self.factor * S, own
 
 
+@dataclass(frozen=True, slots=True)
+class Slots(Perturbation):
+    """Keeps its fields outside of ``__dict__``."""
+
+    factor: float
+
+    def change(self, S, own, index):
+        return self.factor * S, own
+
+
+@dataclass(frozen=True)
+class Cached(Perturbation):
+    """Works an array out once and keeps it on the side."""
+
+    factor: float
+
+    @cached_property
+    def mask(self):
+        return np.full((8, 11), self.factor, np.float32)
+
+    def change(self, S, own, index):
+        return self.mask[None, None, None] * S, own
+
+
+@dataclass(frozen=True)
+class OfClass(Perturbation):
+    """Reads an attribute of its class."""
+
+    factor: ClassVar[float] = 1.0
+
+    def change(self, S, own, index):
+        return self.factor * S, own
+
+
+@dataclass(frozen=True)
+class Boxed(Perturbation):
+    """Keeps its factor in a container that may change."""
+
+    box: dict
+
+    def change(self, S, own, index):
+        return self.box["factor"] * S, own
+
+
 @dataclass(frozen=True)
 class Function(Perturbation):
     """Keeps a function, of which nothing is known."""
@@ -123,7 +169,9 @@ class Mutable:
         return jd.with_states(carry, [self.factor * S for S in jd.states(carry)]), memory, None
 
 
-@pytest.mark.parametrize("kind", [Open, Handed, OwnInit, Plain, OwnEquality, Mutable], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kind", [Open, Handed, OwnInit, Plain, OwnEquality, Slots, Cached, Mutable], ids=lambda k: k.__name__
+)
 def test_each_object_has_its_own_numbers(kind, expected):
     for factor in (*FACTORS, FACTORS[0]):
         np.testing.assert_allclose(losses(kind(factor)), expected[factor], rtol=1e-5, atol=1e-5)
@@ -131,10 +179,10 @@ def test_each_object_has_its_own_numbers(kind, expected):
 
 def test_what_changes_between_two_runs_changes_their_numbers(expected):
     scale = {"factor": 1.0}
-    mine, by_function = Mutable(1.0), Function(lambda S: scale["factor"] * S)
+    mine, others = Mutable(1.0), (Function(lambda S: scale["factor"] * S), Boxed(scale), OfClass())
     for factor in FACTORS:
-        mine.factor = scale["factor"] = factor
-        for intervention in (mine, by_function):
+        mine.factor = scale["factor"] = OfClass.factor = factor
+        for intervention in (mine, *others):
             np.testing.assert_allclose(losses(intervention), expected[factor], rtol=1e-5, atol=1e-5)
 
 
@@ -169,7 +217,18 @@ class Wrapped:
         return self.inner(carry, memory)
 
 
-@pytest.mark.parametrize("wrap", [lambda x: x, Wrapped], ids=["alone", "inside another"])
+@dataclass(frozen=True)
+class Several(Wrapped):
+    """Others, in a set."""
+
+    def start(self, carry, boundaries):
+        return Several(frozenset([self.inner])), self.inner.start(carry, boundaries)[1]
+
+    def __call__(self, carry, memory):
+        return next(iter(self.inner))(carry, memory)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, Wrapped, Several], ids=["alone", "inside another", "in a set of others"])
 def test_a_hidden_field_cannot_be_read_in_the_program(wrap):
     message = "Hidden.factor is declared compare=False.*hand its value on in the memory that start"
     with pytest.raises(TypeError, match=message):
@@ -202,6 +261,28 @@ def test_equal_numbers_of_other_kinds_are_other_programs(expected):
 def test_a_field_without_a_hash_is_refused_with_what_to_do():
     with pytest.raises(TypeError, match=r"Function tells its programs apart by a field that has no hash.*compare=False"):
         losses(Function(np.ones(3)))
+
+
+@pytest.mark.parametrize(
+    "intervention", [OwnInit(1.0), Plain(1.0), Function(np.tanh), Boxed({"factor": 1.0})], ids=lambda x: type(x).__name__
+)
+def test_results_of_what_no_field_tells_apart_are_not_kept(intervention):
+    with pytest.raises(ValueError, match="cannot be kept"):
+        described(intervention)
+
+
+def test_what_is_kept_tells_interventions_apart():
+    arrays = [
+        Scale(np.full(8, 0.5)),
+        Scale(np.full(8, 0.25)),
+        Scale(np.full((1, 1, 1, 8), 0.5)),
+        Scale(0.5 * np.ones(8), at=8),
+    ]
+    others = [Wrapped(Handed(1.0)), Wrapped(Handed(2.0)), Wrapped(Open(1.0)), Wrapped((Handed(1.0),)), jd.Truncate(4)]
+    said = [json.dumps(described(x)) for x in (*arrays, *others)]
+    assert len(set(said)) == len(said)
+    assert said == [json.dumps(described(x)) for x in (*arrays, *others)]
+    assert described(None) is None
 
 
 def test_start_is_told_the_boundaries_of_the_run():

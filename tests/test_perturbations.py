@@ -247,7 +247,6 @@ def test_only_chosen_boundaries_change(name):
     np.testing.assert_array_equal(after[[1, 3]], before[[1, 3]])
     changed = (after[[0, 2]] != before[[0, 2]]).any((-2, -1))
     assert changed.all() or name == "NoOp"
-    np.testing.assert_array_equal(perturbed(replace(every()[name], at=[]), *carries)[1], before)
 
 
 @ALL
@@ -281,6 +280,9 @@ def test_nothing_but_the_states_changes(name):
         (NoOp(where=np.ones((L, B, H), bool)), "broadcast"),
         (NoOp(at=[8, -1]), r"at is \[8, -1\], in tokens seen; the run has no boundary at -1: its boundaries are 8 to 24"),
         (NoOp(at=[0]), "no boundary at 0"),
+        (NoOp(at=[]), "at is empty"),
+        (Noise(seed=-1), "seed is -1; expected 0 to"),
+        (Noise(seed=2**32), "seed is 4294967296; expected 0 to"),
         (NoOp(at=9), r"at is \[9\].*no boundary at 9"),
         (NoOp(at=32), "no boundary at 32"),
     ],
@@ -289,6 +291,12 @@ def test_nothing_but_the_states_changes(name):
 def test_what_does_not_fit_is_refused_before_the_run(intervention, message):
     with pytest.raises(ValueError, match=message):
         intervention.start(carried(), [8, 16, 24])
+
+
+@pytest.mark.parametrize("where", [np.array([3]), np.array("no"), np.ones(H)], ids=["indices", "word", "numbers"])
+def test_heads_are_chosen_by_true_and_false(where):
+    with pytest.raises(TypeError, match=r"where is .*; expected Bool \[B, L, H\]"):
+        Zero(where=where).start(carried(), [8])
 
 
 def test_a_boundary_is_a_whole_number():

@@ -21,9 +21,7 @@ It is the curvature of the mean loss in the Gauss-Newton sense. Sources: optimal
 gates of heads, Michel, Levy, Neubig, arXiv 1905.10650; Fisher masks, Kwon et al., arXiv 2204.09656.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,14 +34,14 @@ from jaxdelta.analysis.labels import head_coordinates, labelled
 from jaxdelta.analysis.objectives import LogitDifference, Loss, objective_of
 from jaxdelta.arguments import shown, whole_number
 from jaxdelta.dims import HIGHEST
-from jaxdelta.interventions import Intervention, Truncate, check_intervention, started
+from jaxdelta.interventions import Intervention, Truncate, check_intervention, described, started
 from jaxdelta.memory import reverse_fits
 from jaxdelta.models.decoder import Decoder, check_model
 from jaxdelta.ops.directions import below_rounding, gates
 from jaxdelta.ops.low_rank import has_gap
 from jaxdelta.results import Results
 from jaxdelta.reverse import Pulled, Tape, pull_back, record
-from jaxdelta.segments import NonFiniteError, check_tokens
+from jaxdelta.segments import NonFiniteError, check_tokens, num_boundaries
 from jaxdelta.tasks.documents import Document, identity
 
 GAUGE = (
@@ -169,7 +167,7 @@ def sensitivity_maps(
         loss=loss,
         samples=samples,
         seed=seed,
-        intervention=_described(intervention),
+        intervention=described(intervention) if out is not None else None,
         frozen_basis=frozen_basis,
     )
     results = None if out is None else Results(Path(out), configuration, {})
@@ -201,6 +199,7 @@ def sensitivity_maps(
         progress(done, 2 * sum(counts))
         found.append(maps)
     whole = xr.concat(found, "document", join="outer", data_vars="minimal", coords="minimal", compat="override")
+    whole["below_rounding"] = whole.below_rounding.fillna(True).astype(bool).assign_attrs(whole.below_rounding.attrs)
     if results is not None:
         results.write_dataset("maps", whole)
         results.finished()
@@ -217,20 +216,6 @@ def _check_options(loss: Loss, samples: int, intervention: Intervention | None, 
         raise ValueError("frozen_basis is for a truncation, whose directions turn with the state; there is none")
     if loss == "kl" and not samples:
         raise ValueError("the first order of the KL divergence is identically zero; it needs samples of at least 1")
-
-
-def _described(intervention: Intervention | None) -> Any:
-    """JSON value that tells interventions apart; arrays, of which repr leaves most out, by shape and checksum."""
-    if not is_dataclass(intervention):
-        return None if intervention is None else repr(intervention)
-    values = {f.name: getattr(intervention, f.name) for f in fields(intervention)}
-    for name, value in values.items():
-        if np.ndim(value):
-            array = np.ascontiguousarray(value)
-            values[name] = [str(array.dtype), *array.shape, hashlib.sha256(array.tobytes()).hexdigest()]
-        elif not (value is None or isinstance(value, str)):
-            values[name] = np.asarray(value).item()
-    return {"name": type(intervention).__name__} | values
 
 
 def as_batch(
@@ -263,9 +248,9 @@ def as_batch(
     for row, (document, mask, name) in enumerate(zip(documents, masks, names, strict=True)):
         if document.ndim != 1 or len(document) < 2:
             raise ValueError(f"{name} has shape {document.shape}; expected at least 2 token ids")
-        if len(document) <= segment:
+        if not num_boundaries(len(document), segment):
             raise ValueError(
-                f"{name} has {len(document)} tokens, one segment of {segment}: no boundary hands a state on. "
+                f"{name} has {len(document)} tokens, one segment of {segment}: no boundary hands on a state that is read. "
                 "Take a shorter segment or a longer document."
             )
         check_tokens(document, model.config.vocab_size)
@@ -315,12 +300,16 @@ class _Collected:
 
     @property
     def boundaries(self) -> np.ndarray:
-        """Tokens seen at each boundary."""
-        return self.tape.segment * np.arange(1, self.tape.count)
+        """Tokens seen at each boundary after which something is predicted."""
+        return self.tape.segment * np.arange(1, 1 + num_boundaries(int(self.tape.lengths.max()), self.tape.segment))
 
     def at_boundaries(self, x: np.ndarray) -> np.ndarray:
-        """``x`` [B, N - 1, ...], NaN where a document has ended and no state is handed on."""
-        return _where(self.tape.lengths[:, None] > self.boundaries, x)
+        """``x`` [B, N - 1, ...] at the boundaries, NaN where a document has ended and nothing more is predicted."""
+        return _where(self.tape.lengths[:, None] > self.boundaries + 1, x[:, : len(self.boundaries)])
+
+    def below_rounding(self, sigma: np.ndarray, K: int, V: int) -> np.ndarray:
+        """Which directions no ranking should hold; those of a document that has ended among them."""
+        return np.nan_to_num(self.at_boundaries(np.asarray(below_rounding(sigma, K, V), float)), nan=1.0).astype(bool)
 
     def in_segments(self, x: np.ndarray) -> np.ndarray:
         """``x`` [B, N, ...], NaN where a document has ended before the segment begins."""
@@ -358,7 +347,7 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
     c = model.config
     found: dict[str, tuple] = {
         "sigma": ((*per_head, "direction"), collected.at_boundaries(sigma)),
-        "below_rounding": ((*per_head, "direction"), np.asarray(below_rounding(sigma, c.key_dim, c.value_dim))),
+        "below_rounding": ((*per_head, "direction"), collected.below_rounding(sigma, c.key_dim, c.value_dim)),
         "loss": (("document",), collected.stacked("values").sum(axis=(0, 2), dtype=np.float64) / count),
         "scored": (("document",), count),
         "g_sensitivity": (per_token, first_order(collected.by_token("g", 1)[..., 0])),
@@ -381,7 +370,7 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
         found |= {name: (dims, first), f"{stem}effect": (dims, effect)}
     if isinstance(tape.intervention, Truncate):
         found["without_gap"] = (("document", "boundary"), collected.at_boundaries(collected.stacked("without_gap").T))
-    attrs = _attributes(loss, collected.samples, tape.segment, seed)
+    attrs = _attributes(loss, collected.samples, tape.segment, seed, tape.intervention)
     return labelled(xr.Dataset(found, _coordinates(model, collected, names), attrs), _words(attrs["unit"]))
 
 
@@ -427,7 +416,7 @@ def _coordinates(model: Decoder, collected: _Collected, names: Sequence[str] | N
     }
 
 
-def _attributes(loss: Loss, samples: int, segment: int, seed: int) -> dict[str, Any]:
+def _attributes(loss: Loss, samples: int, segment: int, seed: int, intervention: Intervention | None) -> dict[str, Any]:
     difference = isinstance(loss, LogitDifference)
     without = "none: a logit difference has no Fisher part" if difference else "none: samples = 0"
     return {
@@ -439,6 +428,7 @@ def _attributes(loss: Loss, samples: int, segment: int, seed: int) -> dict[str, 
         "samples": samples,
         "seed": str(seed),
         "note": GAUGE,
+        "intervention": "none" if intervention is None else type(intervention).__name__,
         "validated": "no: compare with measured ablations before ranking by these numbers",
     }
 

@@ -22,7 +22,7 @@ from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder, check_model
 from jaxdelta.ops.low_rank import Method, largest_rank
 from jaxdelta.results import Results, ResultsError
-from jaxdelta.segments import NonFiniteError, check_tokens, run
+from jaxdelta.segments import NonFiniteError, check_tokens, num_boundaries, run
 from jaxdelta.tasks.documents import Document, identity, tokenize
 
 Scope = Literal["all", "layer", "head"]
@@ -165,11 +165,6 @@ def sweep(
         progress(done, total)
         tables.append(table)
     return pa.concat_tables(tables) if results is None else results.finish(len(tables))
-
-
-def num_boundaries(length: int, segment: int) -> int:
-    """Boundaries of a document of ``length`` tokens after which a token is still predicted."""
-    return max(0, length - 2) // segment
 
 
 def make_worlds(config: DecoderConfig, ranks: Sequence[int], scope: Scope = "all") -> list[World]:

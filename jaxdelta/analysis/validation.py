@@ -8,14 +8,16 @@ Effects are averaged over documents, unit by unit (a direction, a head, a layer)
     cost                  units measured in predicted order until the true top k are all among them
 
 Intervals are those of the jackknife over n documents: the number, give or take Student's t (n - 1 degrees, 95 %) times
-sqrt((n - 1) / n sum (leave-one-out - their mean)^2), cut to the metric's range. They hold the number itself, which quantiles
-of a bootstrap over half a dozen documents need not: a document drawn twice is noise counted twice, and lowers every
-correlation. Source: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 11.
+sqrt((n - 1) / n sum (leave-one-out - their mean)^2), cut to the metric's range. They hold the number itself, which
+quantiles of a bootstrap over half a dozen documents need not: a document drawn twice is noise counted twice, and lowers
+every correlation. Precision and cost jump from unit to unit, where no jackknife holds, and have no interval. Source: Efron
+and Tibshirani, An Introduction to the Bootstrap, chapter 11.
 
 The ceiling compares measured effects of one half of the documents with those of the other, over random halves: no estimate
 need agree with the measurement better than it does with itself. Its interval is the middle 95 % of the halves.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +48,7 @@ SUBJECTS = {
 }
 Kind = Literal["direction", "head_output", "head_state", "layer_output", "layer_state"]
 METRICS = ("spearman", "pearson", "precision", "sum_ratio", "cost")
+STEPS = {"precision", "cost"}  # which jump from unit to unit: leaving one document out says little of them
 RANGES = {  # NaN: the number of units
     "spearman": (-1.0, 1.0),
     "pearson": (-1.0, 1.0),
@@ -152,6 +155,12 @@ def removals(
     """
     if maps.attrs["objective"] != "next_token":
         raise ValueError(f"maps are of {maps.attrs['objective']!r}; only the next-token loss is measured here")
+    if maps.attrs["intervention"] != "none":
+        raise ValueError(
+            f"maps are of a model under {maps.attrs['intervention']}; removals are measured in the untouched one"
+        )
+    if [d.name for d in documents] != maps.document.values.tolist():
+        raise ValueError(f"documents are {[d.name for d in documents]}, the maps of {maps.document.values.tolist()}")
     segment = maps.attrs["segment_tokens"]
     fewest = int((maps.sigma.isel(layer=0, head=0, direction=0).notnull()).sum("boundary").min())
     shared = maps.boundary.values[:fewest].tolist()
@@ -169,6 +178,7 @@ def removals(
             samples=maps.attrs["samples"],
             labels=maps.attrs["seed"],
             **options,
+            scored=None if scored is None else [hashlib.sha256(np.packbits(m).tobytes()).hexdigest() for m in scored],
             directions=list(map(list, chosen)),
         )
         results = Results(Path(out), configuration, {})
@@ -337,7 +347,7 @@ def _jackknife(value: Sequence[float], left_out: Sequence[Sequence[float]], unit
         return [np.full(len(METRICS), np.nan)] * 2
     spread = np.asarray(left_out, np.float64)
     error = np.sqrt((n - 1) / n * np.sum((spread - spread.mean(axis=0)) ** 2, axis=0))
-    reach = stats.t.ppf(0.975, n - 1) * error
+    reach = stats.t.ppf(0.975, n - 1) * np.where([metric in STEPS for metric in METRICS], np.nan, error)
     lowest, highest = np.array([RANGES[metric] for metric in METRICS]).T
     return [
         np.clip(np.asarray(value) + sign * reach, lowest, np.where(np.isnan(highest), units, highest)) for sign in (-1, 1)
@@ -363,6 +373,8 @@ def _over_finite(statistic: Callable[..., float], spread: Sequence, *arguments: 
 
 
 def _metrics(predicted: np.ndarray, measured: np.ndarray, top: int) -> tuple[float, ...]:
+    if not np.isfinite([*predicted, *measured]).all() or not measured.any():
+        return (np.nan,) * len(METRICS)  # nothing was measured to agree with
     constant = np.ptp(predicted) == 0 or np.ptp(measured) == 0
     spearman = np.nan if constant else stats.spearmanr(predicted, measured).statistic
     pearson = np.nan if constant else np.corrcoef(predicted, measured)[0, 1]

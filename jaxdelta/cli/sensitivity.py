@@ -32,7 +32,7 @@ def add_sensitivity(commands) -> None:
     )
     maps.add_argument("--validate", action="store_true", help="measure removals on the same tokens")
     maps.add_argument(
-        "--directions", type=int, default=128, help="directions measured, drawn at random; 0: all; default: 128"
+        "--directions", type=int, help="with --validate: directions measured, drawn at random; 0: all; default: 128"
     )
     maps.add_argument(
         "--dear",
@@ -52,8 +52,12 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
 
     if arguments.validate and (arguments.loss != "next_token" or arguments.rank is not None):
         raise ValueError("--validate measures removals by the next-token loss of the untouched model: no --loss, no --rank")
-    if arguments.directions < 0:
-        raise ValueError(f"--directions is {arguments.directions}; expected at least 1, or 0 for all")
+    for option in ("directions", "dear"):
+        if getattr(arguments, option) not in (None, False) and not arguments.validate:
+            raise ValueError(f"--{option} is for --validate, which measures removals")
+    directions = 128 if arguments.directions is None else arguments.directions
+    if directions < 0:
+        raise ValueError(f"--directions is {directions}; expected at least 1, or 0 for all")
     out = arguments.out or Path("results") / f"sensitivity-{Path(arguments.model).name}"
     model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
     documents = documents_of(arguments, model)
@@ -80,7 +84,7 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
                 model,
                 documents,
                 maps,
-                directions=arguments.directions,
+                directions=directions,
                 dear=arguments.dear,
                 seed=arguments.seed,
                 out=removals,

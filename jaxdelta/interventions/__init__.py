@@ -6,7 +6,7 @@ object itself is hashable and holds only what shapes the compiled program; every
 runs which differ in ranks alone share one. ``contract.py`` says what a class of one's own must keep to.
 """
 
-from jaxdelta.interventions.contract import Intervention, check_intervention, started
+from jaxdelta.interventions.contract import Intervention, check_intervention, described, started
 from jaxdelta.interventions.perturbations import Filter, Noise, NoOp, Perturbation, Project, Quantise, Scale, Swap, Zero
 from jaxdelta.interventions.truncation import Truncate
 
@@ -23,5 +23,6 @@ __all__ = [
     "Truncate",
     "Zero",
     "check_intervention",
+    "described",
     "started",
 ]

@@ -7,23 +7,27 @@ in all of it. Hence:
 * objects of a frozen dataclass share programs where their fields are equal. Fields declared ``compare=False`` are left out
   of that: their values reach the program through the memory that ``start`` returns; to read one in the compiled part is an
   error;
-* anything else (a class with its own ``__init__``, attributes set on the side, fields that hold functions or other
-  objects) says nothing that could be checked: its program is compiled anew for every run.
+* anything else (a class with its own ``__init__``, attributes set on the side or on the class, fields that hold functions,
+  containers that may change, or other objects) says nothing that could be checked: its program is compiled anew for every
+  run.
+
+A program is traced once a run, so an object that counts its calls counts one.
 """
 
+import hashlib
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from jaxdelta.arguments import shown
 from jaxdelta.models.decoder import Carry
 
-FIXED = (bool, int, float, complex, str, bytes, Enum, type, np.generic, np.dtype)  # values that stay what they are
+FIXED = {bool, int, float, complex, str, bytes, type(None), np.dtype}  # values of just these types stay what they are
 
 
 @runtime_checkable
@@ -77,65 +81,125 @@ def check_intervention(intervention: Any) -> None:
         )
 
 
-def _sealed(intervention: Any) -> Any:
-    """A copy without hidden fields that equals its like, where that can be known; else one that equals itself alone."""
-    if not _is_declared(intervention):
-        return _Alone(intervention)
-    sealed = object.__new__(_sealed_class(type(intervention)))
-    for name, value in _shaping(intervention).items():
-        object.__setattr__(sealed, name, _sealed_value(value))
-    return sealed
+def described(intervention: Intervention | None) -> Any:
+    """JSON value that tells an intervention from every other: its class and fields, arrays by shape and checksum.
+
+    Raises:
+        ValueError: something may tell it apart that is in no field, so that results of two could not be told apart.
+    """
+    if intervention is None:
+        return None
+    if not is_declared(intervention):
+        raise ValueError(
+            f"results of {shown(intervention)} cannot be kept: what it does is not told by the fields of a frozen dataclass, "
+            "so they could not be told from those of another; make it one, or run without a results folder"
+        )
+    values = {f.name: _described(getattr(intervention, f.name), f.name) for f in fields(intervention)}
+    return {"name": type(intervention).__name__} | values
 
 
-def _sealed_value(value: Any) -> Any:
-    """Of a field: interventions inside of it, alone or in a tuple, are sealed as well."""
-    if type(value) is tuple:
-        return tuple(map(_sealed_value, value))
-    return _sealed(value) if isinstance(value, Intervention) and not isinstance(value, type) else value
+def _described(value: Any, name: str) -> Any:
+    if _is_intervention(value):
+        return described(value)
+    if isinstance(value, str | bool | int | float | type(None)):
+        return value
+    if isinstance(value, list | tuple):
+        return [_described(x, name) for x in value]
+    try:
+        array = np.ascontiguousarray(value)
+    except (TypeError, ValueError):
+        array = np.array(None, object)
+    if array.dtype == object:
+        raise ValueError(f"results cannot be kept: field {name} is {shown(value)}, of which no text tells all")
+    return (
+        [str(array.dtype), *np.shape(value), hashlib.sha256(array.tobytes()).hexdigest()]
+        if np.ndim(value)
+        else array.item()
+    )
 
 
-def _is_declared(intervention: Any) -> bool:
+def is_declared(intervention: Any) -> bool:
     """Whether all that an object can tell the program is in fields that cannot change."""
     cls = type(intervention)
     if not is_dataclass(cls) or not cls.__dataclass_params__.frozen or "__dataclass_fields__" not in vars(cls):
         return False
     beside = set(getattr(intervention, "__dict__", {})) - {f.name for f in fields(cls)}
-    return not beside and all(map(_is_fixed, _shaping(intervention).values()))
+    return not beside and not _class_values(cls) and all(map(_is_fixed, _shaping(intervention).values()))
 
 
-def _is_fixed(value: Any) -> bool:
-    """Whether a value stays what it is; one without a hash is for the caller to refuse."""
-    if type(value) in (tuple, frozenset):
-        return all(map(_is_fixed, value))
-    if isinstance(value, Intervention) and not isinstance(value, type):
-        return True  # sealed in its turn
-    return value is None or isinstance(value, FIXED) or type(value).__hash__ is None
+def _class_values(cls: type) -> set[str]:
+    """Attributes of a class, beside its fields and functions, that a program could read and somebody change."""
+    known = {f.name for f in fields(cls)}
+    found = set()
+    for base in cls.__mro__:
+        if base.__module__ in ("builtins", "typing"):
+            continue
+        for name, value in vars(base).items():
+            is_code = callable(value) or hasattr(value, "__get__")  # functions, properties, slots
+            if not (
+                is_code or name in known or (name.startswith("__") and name.endswith("__")) or name.startswith("_abc_")
+            ):
+                found.add(name)
+    return found - {"_is_protocol", "_is_runtime_protocol"}
 
 
 def _shaping(intervention: Any) -> dict[str, Any]:
     return {f.name: getattr(intervention, f.name) for f in fields(intervention) if f.compare}
 
 
-class _Sealed:
-    """Equality and hash of all that a sealed object holds, whatever its own class says of them."""
+def _is_intervention(value: Any) -> bool:
+    return isinstance(value, Intervention) and not isinstance(value, type)
 
-    def __eq__(self, other):
-        return type(self) is type(other) and _identity(vars(self)) == _identity(vars(other))
 
-    def __hash__(self):
-        return hash((type(self), _identity(vars(self))))
+def _is_fixed(value: Any) -> bool:
+    """Whether a value stays what it is; one that has no hash is refused where it is asked for it."""
+    if type(value) in (tuple, frozenset):
+        return all(map(_is_fixed, value))
+    return type(value) in FIXED or _is_intervention(value) or isinstance(value, np.ndarray | jax.Array)
 
-    def __repr__(self):
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+def _sealed(intervention: Any) -> Any:
+    """A copy without hidden fields that equals its like, where that can be known; else one that equals itself alone."""
+    if isinstance(intervention, _Sealed):
+        return intervention
+    if not is_declared(intervention):
+        return _Alone(intervention)
+    sealed = object.__new__(_sealed_class(type(intervention)))
+    values = {name: _sealed_value(value) for name, value in _shaping(intervention).items()}
+    for name, value in values.items():
+        object.__setattr__(sealed, name, value)
+    object.__setattr__(sealed, IDENTITY, tuple((name, _identity(value)) for name, value in values.items()))
+    return sealed
+
+
+def _sealed_value(value: Any) -> Any:
+    """Of a field: interventions inside of it, alone or in a tuple, are sealed as well."""
+    if type(value) in (tuple, frozenset):
+        return type(value)(map(_sealed_value, value))
+    return _sealed(value) if _is_intervention(value) else value
 
 
 def _identity(value: Any) -> Any:
     """A value beside its type: 1, 1.0 and True are equal and make different programs, and so do 0.0 and -0.0."""
-    if isinstance(value, dict):
-        return tuple((name, _identity(x)) for name, x in value.items())
-    if type(value) is tuple:
-        return tuple(map(_identity, value))
-    return type(value), repr(value) if isinstance(value, float | complex) else value
+    if type(value) in (tuple, frozenset):
+        return type(value), type(value)(map(_identity, value))
+    return type(value), repr(value) if type(value) in (float, complex) else value
+
+
+IDENTITY = "_identity_of_program"
+
+
+class _Sealed:
+    """Equality and hash of all that told the program when it was sealed, whatever the object's own class says of them."""
+
+    def __eq__(self, other):
+        return type(self) is type(other) and getattr(self, IDENTITY) == getattr(other, IDENTITY)
+
+    def __hash__(self):
+        return hash((type(self), getattr(self, IDENTITY)))
+
+    def __repr__(self):
+        return f"{type(self).__name__}({', '.join(f'{name}={value[1]!r}' for name, value in getattr(self, IDENTITY))})"
 
 
 @cache

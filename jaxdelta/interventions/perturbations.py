@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxdelta.arguments import shown, whole_number
 from jaxdelta.dims import HIGHEST, AnyArray, first
 from jaxdelta.models.decoder import Carry, states, with_states
 from jaxdelta.ops.directions import scaled
@@ -54,7 +55,10 @@ class Perturbation:
 
     def start(self, carry: Carry, boundaries: Sequence[int] = ()) -> tuple["Perturbation", PerturbationMemory]:
         S = jnp.stack(states(carry))
-        where = by_head(self.where, S, bool)
+        chosen = np.asarray(self.where)
+        if chosen.dtype != bool:
+            raise TypeError(f"where is {shown(self.where)}; expected Bool [B, L, H], True for the heads to change")
+        where = by_head(chosen, S, bool)
         at = jnp.asarray([-1] if self.at is None else indices(self.at, boundaries), jnp.int32)
         return self, PerturbationMemory(jnp.zeros((), jnp.int32), where, at, self.prepare(S))
 
@@ -88,6 +92,8 @@ def indices(at: int | Sequence[int], boundaries: Sequence[int]) -> list[int]:
         TypeError: it is no whole number.
     """
     wanted = [operator.index(x) for x in (at if np.iterable(at) else [at])]
+    if not wanted:
+        raise ValueError("at is empty, and nothing would change; name boundaries in tokens seen, or take NoOp")
     found = [int(x) for x in boundaries]
     missing = [x for x in wanted if x not in found]
     if missing:
@@ -192,7 +198,10 @@ class Noise(Perturbation):
     seed: int = field(default=0, compare=False)
 
     def prepare(self, S):
-        return jax.random.key(self.seed, impl="threefry2x32")  # whatever jax's settings, the same noise
+        seed = whole_number("seed", self.seed)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed is {seed}; expected 0 to 2^32 - 1, of which jax's settings take the same bits")
+        return jax.random.key(seed, impl="threefry2x32")  # whatever jax's settings, the same noise
 
     def change(self, S, own, index):
         K, V = S.shape[-2:]

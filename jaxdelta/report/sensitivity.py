@@ -28,7 +28,8 @@ SCORED = (
 def score_table(scores: Sequence[Score], comparison: Comparison) -> Sheet:
     """Estimators against metrics, each with its 95 % interval over documents."""
     documents, units = comparison.measured.shape
-    intervals = "In brackets 95 % intervals of the jackknife over documents." if documents > 2 else ""
+    intervals = "In brackets 95 % intervals of the jackknife over documents; of the other half, the middle 95 % of halves."
+    intervals = intervals if documents > 2 else ""
     view = Sheet(
         f"Predicted against measured: {SUBJECTS[comparison.kind]}",
         caption=f"{units} units, {documents} documents. {SCORED}{intervals}",

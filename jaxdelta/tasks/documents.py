@@ -145,6 +145,8 @@ def _documents_of(file: Path, name: str) -> Iterator[tuple[str, str | np.ndarray
     content = _content(file)
     suffix = file.suffix.lower()
     if suffix not in (*JSON_LINES, ".json"):
+        if _holds_json(content):
+            raise ValueError(f"{file} holds JSON lines, no plain text; name it .jsonl, or take the texts out of them")
         yield name, content
         return
     lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
@@ -167,7 +169,7 @@ def _content(file: Path) -> str:
     try:
         found = file.read_bytes()
     except FileNotFoundError:
-        raise ValueError(f"{file} is missing") from None
+        raise ValueError(f"{file} is missing (a model's name goes before --documents)") from None
     except IsADirectoryError:
         raise ValueError(f"{file} is a folder; expected a text file or JSON lines") from None
     except OSError as error:
@@ -183,6 +185,14 @@ def _content(file: Path) -> str:
     if "\0" in content:
         raise ValueError(f"{file} is not UTF-8 text (a zero byte at byte {found.index(0)}); is it UTF-16, or binary data?")
     return content
+
+
+def _holds_json(content: str) -> bool:
+    """Whether a text begins with a JSON object on a line of its own, as no prose does."""
+    try:
+        return isinstance(parse(content.lstrip().partition("\n")[0]), dict)
+    except ValueError:
+        return False
 
 
 def _is_json_lines(lines: list[tuple[int, str]]) -> bool:

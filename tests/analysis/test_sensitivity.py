@@ -459,6 +459,14 @@ def test_a_document_that_ends_with_a_segment_hands_no_state_on():
     assert x.boundary.values.tolist() == [5] and x.sizes["segment"] == 2 and x.sizes["token"] == 10
 
 
+def test_a_boundary_that_only_the_last_token_lies_behind_is_none():
+    """Of 11 tokens nothing is predicted after the tenth; the shorter of two texts has NaN there."""
+    assert first_order(TEXT[: 2 * SEGMENT + 1]).boundary.values.tolist() == [5]
+    both = first_order([TEXT, TEXT[: 2 * SEGMENT + 1]])
+    assert np.isfinite(both.gate[1, 0]).all() and np.isnan(both.gate[1, 1:]).all()
+    assert both.below_rounding.dtype == bool and both.below_rounding[1, 1:].all()
+
+
 # The dataset
 
 
@@ -547,6 +555,7 @@ def test_without_samples_tails_are_of_first_order():
     [
         (dict(scored=np.zeros(22, bool)), "no token of document 0 is scored"),
         (dict(tokens=TEXT[:SEGMENT]), "5 tokens, one segment of 5: no boundary"),
+        (dict(tokens=TEXT[: SEGMENT + 1]), "6 tokens, one segment of 5: no boundary"),
         (dict(tokens=TEXT[:1], segment=1), r"shape \(1,\); expected at least 2"),
         (dict(tokens=[TEXT, TEXT[None]]), r"document 1 has shape \(1, 23\)"),
         (dict(tokens=[]), "0 documents"),

@@ -14,6 +14,7 @@ from jaxdelta.analysis.validation import (
     CEILING,
     MEASURED,
     METRICS,
+    STEPS,
     Comparison,
     compare,
     draw_directions,
@@ -99,6 +100,11 @@ def test_what_is_constant_has_no_correlation(documents, constant):
     assert np.isfinite([found["precision"], found["sum_ratio"], found["cost"]]).all()
 
 
+@pytest.mark.parametrize("measured", [[0.0, 0, 0], [1, np.nan, 2]], ids=["nothing measured", "one broken"])
+def test_scores_of_nothing_and_of_broken_effects_are_nan(measured):
+    assert np.isnan(list(values(comparison([1, 2, 3], measured)).values())).all()
+
+
 def test_effects_that_cancel_have_no_sum_ratio():
     assert np.isnan(values(comparison([1, 2, 3], [1, -2, 1]))["sum_ratio"])
 
@@ -107,8 +113,10 @@ def test_effects_that_cancel_have_no_sum_ratio():
 def test_intervals_need_three_documents_and_the_ceiling_two(documents, interval, ceiling):
     found = scores(comparison(effects(documents), effects(documents, seed=1)), halves=20)
     own = [s for s in found if s.estimator == "predicted"]
-    assert all(np.isfinite([s.low, s.high]).all() == interval for s in own)
-    assert all(s.low <= s.high for s in own) or not interval
+    smooth = [s for s in own if s.metric not in STEPS]
+    assert all(np.isfinite([s.low, s.high]).all() == interval for s in smooth) and len(smooth) == 3
+    assert all(s.low <= s.high for s in smooth) or not interval
+    assert all(np.isnan([s.low, s.high]).all() and np.isfinite(s.value) for s in own if s.metric in STEPS)
     assert ({s.estimator for s in found} == {"predicted", CEILING}) == ceiling
 
 
@@ -136,11 +144,8 @@ def test_the_ceiling_of_equal_documents_is_one_and_that_of_noise_is_not():
 def test_scores_are_of_means_over_documents_and_the_same_each_time():
     predicted, measured = effects(4, seed=1), effects(4, seed=2)
     found = scores(comparison(predicted, measured), halves=30)
-    assert (
-        found
-        == scores(comparison(predicted, measured), halves=30)
-        != scores(comparison(predicted, measured), halves=30, seed=1)
-    )
+    again, other = (scores(comparison(predicted, measured), halves=30, seed=seed) for seed in (0, 1))
+    assert str(found) == str(again) != str(other)
     mean = values(comparison(predicted.mean(0), measured.mean(0)))
     assert {s.metric: s.value for s in found if s.estimator == "predicted"} == pytest.approx(mean)
 
@@ -152,7 +157,7 @@ def test_the_interval_holds_the_number_itself_with_few_documents():
         common = rng.standard_normal(24)
         measured, predicted = (common + 2 * rng.standard_normal((6, 24)) for _ in range(2))
         for s in scores(comparison(predicted, measured)):
-            assert s.low <= s.value <= s.high or s.estimator == CEILING
+            assert s.low <= s.value <= s.high or s.estimator == CEILING or s.metric in STEPS
 
 
 def test_the_interval_is_that_of_the_jackknife():
@@ -289,6 +294,13 @@ def test_removals_are_kept_and_not_measured_again(maps, rows, tmp_path, monkeypa
 def test_a_boundary_that_some_document_lacks_is_refused(maps, boundary):
     with pytest.raises(ValueError, match=rf"boundary is {boundary}, in tokens seen; .* of every document are \[8, 16\]"):
         compare(model(layer_kinds=KINDS), DOCUMENTS, maps, boundary=boundary)
+
+
+def test_maps_of_other_documents_and_of_an_intervention_are_refused(maps):
+    with pytest.raises(ValueError, match=r"documents are \['b', 'a'\], the maps of \['a', 'b'\]"):
+        compare(model(layer_kinds=KINDS), DOCUMENTS[::-1], maps)
+    with pytest.raises(ValueError, match="maps are of a model under Truncate"):
+        compare(model(layer_kinds=KINDS), DOCUMENTS, maps.assign_attrs(intervention="Truncate"))
 
 
 def test_maps_of_another_loss_are_refused(maps):
