@@ -63,7 +63,7 @@ def test_token_ids_are_documents_beside_texts(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".py", ".html", ".xml", ".tex", ""])
 def test_text_of_every_other_kind_is_read_as_it_stands(tmp_path, suffix):
-    text = '{"text": "<b>w1</b>"}\n'
+    text = '<b>w1</b> {"text": "w2"}\n'
     assert read_documents([write(tmp_path / f"a{suffix}", text)]) == {f"a{suffix}": text}
 
 
