@@ -3,7 +3,8 @@
 What a file holds follows from its suffix, in any case. ``.jsonl``, ``.ndjson`` and ``.jsonlines`` are JSON lines, one
 document a line; ``.json`` is one document, an array of them, or JSON lines under that name. A document is a string, an
 object with a string ``text``, or one with token ids, ``ids``; an object may have a ``name``. Tables, arrays, archives and
-files of word processors are refused, and every other file is one plain text, markup and program text included.
+files of word processors are refused, and so are JSON lines under any other name; every other file is one plain text,
+markup and program text included.
 """
 
 import hashlib

@@ -297,7 +297,7 @@ def test_the_embedded_documents_are_several_thousand_tokens_long():
 @pytest.mark.parametrize("name", ["a.txt", "a.jl", "a", "a.jsonl.txt"])
 def test_json_lines_under_another_name_are_no_prose(tmp_path, name):
     (tmp_path / name).write_text('{"text": "w1 w2"}\n{"text": "w3 w4"}\n')
-    with pytest.raises(ValueError, match="holds JSON lines, no plain text; name it .jsonl"):
+    with pytest.raises(ValueError, match=r"holds JSON lines, no plain text; name it \.jsonl"):
         read_documents([tmp_path / name])
     (tmp_path / name).write_text('12\n{13} "w1"\n')
     assert len(read_documents([tmp_path / name])) == 1
