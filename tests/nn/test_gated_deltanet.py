@@ -2,14 +2,16 @@
 
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.nn.gated_deltanet import GatedDeltaNet
+from jaxdelta.nn.gated_deltanet import GatedDeltaNet, log_decay
 from jaxdelta.nn.linear_mixer import LinearCarry
+from jaxdelta.ops.delta_rule import LEAST
 from tests.helpers import delta_rule, parameters, randomised, relative_error, rms_normalised, run, silu
 
 D = Qwen3_5Config.tiny().width
@@ -127,6 +129,29 @@ def test_fresh_decays_have_horizons_of_one_to_a_thousand_tokens():
     g = layer.gates(jnp.zeros((1, 1, D)))[1]
     assert jnp.all((g < -1e-3) & (g > -1.6))
     assert jnp.unique(g).size == 6
+
+
+@pytest.mark.parametrize("A_log", (81.0, 100.0, 1e4, np.inf))
+def test_a_rate_beyond_all_bounds_empties_the_state_whatever_the_step(A_log):
+    """exp(100) is infinite in f32, and a step below x = -103 is 0: times each other they would be NaN."""
+    x = jnp.array([-300.0, -104.0, -5.0, 0.0, 50.0])[None, :, None]
+
+    def g(x, A_log):
+        return log_decay(x, A_log, jnp.zeros(1))
+
+    at = jnp.full(1, A_log)
+    assert jnp.all(jnp.exp(g(x, at)) == 0)
+    assert jnp.all(jnp.isfinite(g(x, at)))
+    for derivative in (jax.grad(lambda *a: g(*a).sum(), (0, 1))(x, at), jax.jvp(g, (x, at), (x, jnp.ones(1)))[1]):
+        for leaf in jax.tree.leaves(derivative):
+            np.testing.assert_array_equal(leaf, 0)
+
+
+def test_decays_of_trained_layers_are_their_formula():
+    x = jnp.broadcast_to(jnp.linspace(-30, 30, 61)[None, :, None], (1, 61, 3))
+    A_log, dt_bias = jnp.array([-5.0, 0.0, 3.0]), jnp.array([-7.0, 0.0, 2.0])
+    expected = -np.exp(np.float64(A_log)) * np.log1p(np.exp(np.float64(x + dt_bias)))
+    np.testing.assert_allclose(log_decay(x, A_log, dt_bias), np.maximum(expected, LEAST), rtol=1e-6)
 
 
 def test_state_of_a_bf16_layer_is_f32():

@@ -223,3 +223,16 @@ def test_an_input_that_alone_does_not_fit_is_named(name):
 def test_empty_chunks_are_refused():
     with pytest.raises(ValueError, match="chunk_size is 0"):
         gated_delta_product_chunked(**product_inputs(22, 2, dtype=jnp.float32), chunk_size=0)
+
+
+# Resets
+
+
+@pytest.mark.parametrize("low", (-3e38, -np.inf))
+@pytest.mark.parametrize("n", (2, 3))
+def test_a_decay_of_minus_infinity_empties_the_state(n, low, dtype):
+    x = product_inputs(23, n, decay="-0.05", dtype=dtype)
+    x["g"] = x["g"].at[:, jnp.array([0, 3, 4])].set(low)
+    expected = delta_product(**x)
+    for found in (recurrent(**x), chunked(**x, chunk_size=4 * n)):
+        assert_agree(found, expected, TOLERANCE[dtype.name])

@@ -224,3 +224,50 @@ def test_derivative_of_inverse_sees_the_lower_triangle_alone(x64):
     dA = jnp.asarray(np.random.default_rng(18).standard_normal(A.shape))
     X, dX = jax.jvp(inverse_unit_lower, [A], [dA])
     assert relative_error(dX, -X @ np.tril(dA, -1) @ X) < 1e-12
+
+
+# Resets
+
+
+RESETS = pytest.mark.parametrize("low", (-1e3, -3e38, -np.inf))
+
+
+def reset_inputs(low, dtype):
+    """Two resets side by side within a chunk, one at the first token and one at the last."""
+    x = delta_inputs(8, 40, decay="-0.05", dtype=dtype)
+    return x | {"g": x["g"].at[:, jnp.array([0, 17, 18, 39])].set(low)}
+
+
+@RESETS
+@pytest.mark.parametrize("chunk_size", (1, 16, 64))
+def test_a_decay_of_minus_infinity_empties_the_state_in_every_form(low, chunk_size, dtype):
+    x = reset_inputs(low, dtype)
+    expected = delta_rule(**x)
+    assert_agree(recurrent(**x), expected, TOLERANCE[dtype.name])
+    assert_agree(chunked(**x, chunk_size=chunk_size), expected, TOLERANCE[dtype.name])
+
+
+@RESETS
+def test_nothing_before_a_reset_is_read_after_it(low):
+    x = reset_inputs(low, jnp.float32)
+    alone = {name: a[:, 18:] for name, a in x.items() if name != "state"}
+    o, S = chunked(**x, chunk_size=16)
+    assert_agree((o[:, 18:], S), chunked(**alone, chunk_size=16), 1e-6)
+
+
+@RESETS
+@pytest.mark.parametrize("rule", [recurrent, partial(chunked, chunk_size=16)], ids=["recurrent", "chunked"])
+def test_derivatives_at_a_reset_are_those_of_the_recurrence_with_decay_zero(rule, low, x64):
+    """Against g = -1000, of which exp is 0 and whose derivative is; both modes."""
+    x, finite = reset_inputs(low, jnp.float64), reset_inputs(-1e3, jnp.float64)
+
+    def total(x):
+        o, S = rule(**x)
+        return jnp.sum(jnp.cos(jnp.arange(o.size)).reshape(o.shape) * o) + jnp.sum(S * S)
+
+    expected, found = jax.grad(total)(finite), jax.grad(total)(x)
+    for name in NAMES:
+        assert relative_error(found[name], expected[name]) < 1e-9, name
+    tangent = {name: jnp.ones_like(a) for name, a in x.items()}
+    pushed = jax.jvp(total, (x,), (tangent,))[1]
+    assert relative_error(pushed, sum(jnp.sum(found[name]) for name in NAMES)) < 1e-9

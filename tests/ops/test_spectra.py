@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+from jaxdelta.ops.low_rank import truncate
+from jaxdelta.ops.soft_filter import soft_rank
 from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, stable_rank, threshold_rank
 from tests.helpers import TOLERANCE, matrices_of_spectrum, relative_error
 
@@ -105,3 +107,34 @@ def test_derivatives_equal_central_differences(rank_of, mode, x64):
 def test_gradients_are_finite_at_degenerate_states(rank_of, sigma):
     S = states(sigma, (11, 17))
     assert jnp.isfinite(jax.grad(lambda S: rank_of(S).sum())(S)).all()
+
+
+# What is not finite
+
+
+@RANKS
+@pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "jit"])
+def test_the_rank_of_a_broken_state_is_nan_and_its_neighbours_keep_theirs(rank_of, bad, compiled):
+    S = np.array(states([4, 2, 2], (11, 17)))
+    expected = np.array(rank_of(S))
+    S[0, 1, 2, 3], expected[0, 1] = bad, np.nan
+    np.testing.assert_allclose((jax.jit(rank_of) if compiled else rank_of)(S), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
+def test_singular_values_of_a_broken_state_are_nan(bad):
+    S = np.array(states([4, 2, 2], (11, 17)))
+    expected = np.array(singular_values(S))
+    S[0, 1, 2, 3], expected[0, 1] = bad, np.nan
+    np.testing.assert_array_equal(singular_values(S), expected)
+    soft = soft_rank(S, 0.5)
+    assert np.isnan(soft[0, 1])
+    assert np.isfinite(np.delete(soft.ravel(), 1)).all()
+
+
+@pytest.mark.parametrize("rank_of", [partial(energy_rank, fraction=0.9), threshold_rank])
+def test_counted_ranks_are_whole_and_become_integers(rank_of):
+    S = states([4, 2, 2], (11, 17))
+    assert rank_of(S).dtype == S.dtype
+    np.testing.assert_array_equal(truncate(S, rank_of(S).astype(int)).shape, S.shape)
