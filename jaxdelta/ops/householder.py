@@ -68,7 +68,8 @@ def transition(k: Float[AnyArray, "*batch n_h d"], beta, alpha=None, *, unit: bo
             raise ValueError(f"{name} has shape {x.shape}; expected {shape}, for k has shape {k.shape}")
     _check_values(k, beta, alpha, unit)
     dtype = accumulation_dtype(k, beta, alpha)
-    return _product(k.astype(dtype), jnp.broadcast_to(beta, k.shape[:-1]).astype(dtype), alpha.astype(dtype))
+    beta, alpha = jnp.broadcast_to(beta, k.shape[:-1]), jnp.broadcast_to(alpha, k.shape[:-2])
+    return _product(k.astype(dtype), beta.astype(dtype), alpha.astype(dtype))
 
 
 @jax.jit
