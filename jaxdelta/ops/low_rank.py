@@ -29,12 +29,12 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxdelta.dims import HIGHEST, Matrices, accumulation_dtype, along_last, first, is_traced, keeps_f64
 
 Method = Literal["subspace", "eigh", "svd"]
-Rank: TypeAlias = int | np.integer | np.ndarray | Int[Array, "..."]
+Rank: TypeAlias = int | np.integer | np.ndarray | Shaped[Array, "..."]  # of whole numbers, which is checked
 
 TOLERANCE = 3e-6  # energy missed over energy kept at which rounds stop
 GAP_TOLERANCE = 100.0  # in units of eps * sigma_1
