@@ -91,7 +91,7 @@ def described(intervention: Intervention | None) -> Any:
         return None
     if not is_declared(intervention):
         raise ValueError(
-            f"results of {shown(intervention)} cannot be kept: what it does is not told by the fields of a frozen dataclass, "
+            f"results of {shown(intervention)} cannot be kept: no fields of a frozen dataclass tell all that it does, "
             "so they could not be told from those of another; make it one, or run without a results folder"
         )
     values = {f.name: _described(getattr(intervention, f.name), f.name) for f in fields(intervention)}
