@@ -436,5 +436,5 @@ def test_derivatives_that_break_are_named_with_layer_head_and_boundary():
     model, text = plain.fresh(plain.QWEN), TOKENS[:1, : LENGTHS[0]]
     tape = record(model, text, lengths=LENGTHS[:1], segment=SEGMENT)
     w = np.full_like(weights(model)[:1, :1], np.inf)
-    with pytest.raises(jd.NonFiniteError, match="the derivative of layer 0, head 0, after 15 tokens, in row 0"):
+    with pytest.raises(jd.NonFiniteError, match="the derivative of layer 0, head 0, after 20 tokens, in row 0"):
         pulled_back(model, tape, w)
