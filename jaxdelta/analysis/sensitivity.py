@@ -250,8 +250,8 @@ def as_batch(
             raise ValueError(f"{name} has shape {document.shape}; expected at least 2 token ids")
         if not num_boundaries(len(document), segment):
             raise ValueError(
-                f"{name} has {len(document)} tokens, one segment of {segment}: no boundary hands on a state that is read. "
-                "Take a shorter segment or a longer document."
+                f"{name} has {len(document)} tokens, one segment of {segment}: no boundary hands a state on to a "
+                "prediction. Take a shorter segment or a longer document."
             )
         check_tokens(document, model.config.vocab_size)
         mask = np.ones(len(document) - 1, bool) if mask is None else np.asarray(mask)
@@ -307,10 +307,6 @@ class _Collected:
         """``x`` [B, N - 1, ...] at the boundaries, NaN where a document has ended and nothing more is predicted."""
         return _where(self.tape.lengths[:, None] > self.boundaries + 1, x[:, : len(self.boundaries)])
 
-    def below_rounding(self, sigma: np.ndarray, K: int, V: int) -> np.ndarray:
-        """Which directions no ranking should hold; those of a document that has ended among them."""
-        return np.nan_to_num(self.at_boundaries(np.asarray(below_rounding(sigma, K, V), float)), nan=1.0).astype(bool)
-
     def in_segments(self, x: np.ndarray) -> np.ndarray:
         """``x`` [B, N, ...], NaN where a document has ended before the segment begins."""
         return _where(self.tape.lengths[:, None] > self.tape.segment * np.arange(self.tape.count), x)
@@ -342,12 +338,12 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
         return np.where(np.isnan(x), np.nan, 0.0).astype(x.dtype) if loss == "kl" else x
 
     per_head, per_token = ("document", "boundary", "layer", "head"), ("document", "token", "layer", "head")
-    sigma = np.moveaxis(collected.stacked("sigma"), (0, 1, 2), (1, 2, 0))
+    sigma = collected.at_boundaries(np.moveaxis(collected.stacked("sigma"), (0, 1, 2), (1, 2, 0)))
     beta = first_order(collected.by_token("beta", n))
     c = model.config
     found: dict[str, tuple] = {
-        "sigma": ((*per_head, "direction"), collected.at_boundaries(sigma)),
-        "below_rounding": ((*per_head, "direction"), collected.below_rounding(sigma, c.key_dim, c.value_dim)),
+        "sigma": ((*per_head, "direction"), sigma),
+        "below_rounding": ((*per_head, "direction"), below_rounding(sigma, c.key_dim, c.value_dim)),
         "loss": (("document",), collected.stacked("values").sum(axis=(0, 2), dtype=np.float64) / count),
         "scored": (("document",), count),
         "g_sensitivity": (per_token, first_order(collected.by_token("g", 1)[..., 0])),

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxdelta.checkpoints import load_tokenizer
+from jaxdelta.checkpoints import load, load_tokenizer
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.tasks.documents import Document, embedded_texts, read_documents, tokenize
 
@@ -44,6 +44,17 @@ def add_document_arguments(command: argparse.ArgumentParser, out: str) -> None:
     )
     command.add_argument("--out", type=Path, help=f"results folder; {out}")
     command.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
+
+
+def opened(arguments: argparse.Namespace, name: str) -> tuple[Path, Decoder, list[Document]]:
+    """The results folder of the command ``name``, the model and the documents that it was asked for.
+
+    Raises:
+        ValueError: as :func:`load` and :func:`documents_of`.
+    """
+    out = arguments.out or Path("results") / f"{name}-{Path(arguments.model).name}"
+    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
+    return out, model, documents_of(arguments, model)
 
 
 def documents_of(arguments: argparse.Namespace, model: Decoder) -> list[Document]:

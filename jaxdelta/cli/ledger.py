@@ -1,9 +1,8 @@
 """``jaxdelta ledger``: what products of factors can do, and what a model's transitions do."""
 
 import argparse
-from pathlib import Path
 
-from jaxdelta.cli.arguments import MODEL_HELP, SEED, add_document_arguments, documents_of
+from jaxdelta.cli.arguments import MODEL_HELP, SEED, add_document_arguments, opened
 from jaxdelta.cli.progress import progress
 from jaxdelta.report.terminal import Output
 
@@ -58,12 +57,9 @@ def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
 
 def _model_ledger(arguments: argparse.Namespace, console: Output) -> None:
     from jaxdelta.analysis.transitions import ledger_of
-    from jaxdelta.checkpoints import load
     from jaxdelta.report import transitions as report
 
-    out = arguments.out or Path("results") / f"ledger-{Path(arguments.model).name}"
-    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
-    documents = documents_of(arguments, model)
+    out, model, documents = opened(arguments, "ledger")
     with progress(console) as bar:
         task = bar.add_task("running segments (the first compiles)", total=None)
         ledger = ledger_of(

@@ -1,9 +1,8 @@
 """``jaxdelta sensitivity``: what the loss would do, and on request what it does."""
 
 import argparse
-from pathlib import Path
 
-from jaxdelta.cli.arguments import SEED, add_run_arguments, documents_of
+from jaxdelta.cli.arguments import SEED, add_run_arguments, opened
 from jaxdelta.cli.progress import progress
 from jaxdelta.report.terminal import Output
 
@@ -45,7 +44,6 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
     """Run sensitivities, and on request measured removals, and print what they say."""
     from jaxdelta.analysis import validation
     from jaxdelta.analysis.sensitivity import sensitivity_maps
-    from jaxdelta.checkpoints import load
     from jaxdelta.interventions import Truncate
     from jaxdelta.report import sensitivity as report
     from jaxdelta.results import finished_rows, to_zarr, write_whole
@@ -58,9 +56,7 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
     directions = 128 if arguments.directions is None else arguments.directions
     if directions < 0:
         raise ValueError(f"--directions is {directions}; expected at least 1, or 0 for all")
-    out = arguments.out or Path("results") / f"sensitivity-{Path(arguments.model).name}"
-    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
-    documents = documents_of(arguments, model)
+    out, model, documents = opened(arguments, "sensitivity")
     with progress(console) as bar:
         task = bar.add_task("running segments (the first compiles)", total=None)
         maps = sensitivity_maps(

@@ -1,9 +1,8 @@
 """``jaxdelta sweep``: what the model loses when every carried state is cut."""
 
 import argparse
-from pathlib import Path
 
-from jaxdelta.cli.arguments import add_run_arguments, documents_of, ranks
+from jaxdelta.cli.arguments import add_run_arguments, opened, ranks
 from jaxdelta.cli.progress import progress
 from jaxdelta.report.terminal import Output
 
@@ -46,12 +45,9 @@ def add_sweep(commands) -> None:
 def sweep_command(arguments: argparse.Namespace, console: Output) -> None:
     """Run a sweep, write its figure and print its table."""
     from jaxdelta.analysis.sweep import sweep
-    from jaxdelta.checkpoints import load
     from jaxdelta.report import sweep as report
 
-    out = arguments.out or Path("results") / f"sweep-{Path(arguments.model).name}"
-    model = load(arguments.model, dtype=arguments.dtype, revision=arguments.revision)
-    documents = documents_of(arguments, model)
+    out, model, documents = opened(arguments, "sweep")
     kept = arguments.ranks or [r for r in DEFAULT_RANKS if r < model.config.max_rank]
     with progress(console) as bar:
         task = bar.add_task("running segments (the first compiles)", total=None)

@@ -79,8 +79,8 @@ def gates(S: Matrices, G: Float[AnyArray, "R *batch K V"]) -> tuple[Float[Array,
 
 
 def below_rounding(sigma: Float[AnyArray, "*batch D"], K: int, V: int) -> Bool[AnyArray, "*batch D"]:
-    """Which directions of f32 states [K, V] are zero, or below max(K, V) eps(f32) sigma_1: the rounding of the state."""
-    return (sigma < max(K, V) * float(jnp.finfo(jnp.float32).eps) * sigma[..., :1]) | (sigma == 0)
+    """Which directions of f32 states [K, V] are zero, NaN, or below max(K, V) eps(f32) sigma_1, the state's rounding."""
+    return ~((sigma >= max(K, V) * float(jnp.finfo(jnp.float32).eps) * sigma[..., :1]) & (sigma > 0))
 
 
 def _wide(S: Matrices) -> Array:

@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 from jaxdelta.analysis.importance import head_importance
 from jaxdelta.analysis.sensitivity import tail_effect, tail_gate
 from jaxdelta.analysis.validation import METRICS, SUBJECTS, Comparison, Score
+from jaxdelta.report.figure import save_figure
 from jaxdelta.report.sheet import Sheet
+from jaxdelta.results import write_whole
 
 DEFAULT = "first order + fisher / 2"
 NOT_VALIDATED = "Not validated: these are estimates. --validate measures removals and says how far to trust them."
@@ -91,17 +93,16 @@ def head_rows(maps: xr.Dataset) -> pa.Table:
     columns |= {
         f"{part}_measured": maps[f"head_{part}_measured"] for part in ("output", "state") if "head_output_measured" in maps
     }
-    rows = []
-    for i, document in enumerate([None, *maps.document.values.tolist()]):
-        for l, layer in enumerate(maps.layer.values.tolist()):
-            for h, head in enumerate(maps["head"].values.tolist()):
-                at = {
-                    name: float((x.mean("document") if document is None else x.isel(document=i - 1)).isel(layer=l, head=h))
-                    for name, x in columns.items()
-                }
-                where = {"document": None if document is None else str(document), "layer": layer}
-                rows.append(where | {"linear_layer": l, "head": head} | at)
-    return pa.Table.from_pylist(rows)
+    by_document = {name: x.transpose("document", "layer", "head").values for name, x in columns.items()}
+    every = {name: np.concatenate([x.mean(axis=0, keepdims=True), x]) for name, x in by_document.items()}
+    documents, layers, heads = [None, *map(str, maps.document.values)], maps.layer.values, maps["head"].values
+    return pa.Table.from_pylist(
+        [
+            {"document": documents[i], "layer": int(layers[l]), "linear_layer": l, "head": int(heads[h])}
+            | {name: float(x[i, l, h]) for name, x in every.items()}
+            for i, l, h in np.ndindex(len(documents), len(layers), len(heads))
+        ]
+    )
 
 
 def trust_line(scores: Sequence[Score]) -> str:
@@ -121,15 +122,17 @@ def trust_line(scores: Sequence[Score]) -> str:
 
 def write_heads(maps: xr.Dataset, folder: Path) -> Path:
     """``heads.csv``, the rows of :func:`head_rows`."""
-    pa_csv.write_csv(head_rows(maps), folder / "heads.csv")
-    return folder / "heads.csv"
+    return _csv(head_rows(maps), folder / "heads.csv")
 
 
 def write_scores(scores: Sequence[Score], folder: Path) -> Path:
     """``validation.csv``, one row a kind, estimator and metric."""
-    rows = pa.table({f.name: [getattr(s, f.name) for s in scores] for f in fields(Score)})
-    pa_csv.write_csv(rows, folder / "validation.csv")
-    return folder / "validation.csv"
+    return _csv(pa.table({f.name: [getattr(s, f.name) for s in scores] for f in fields(Score)}), folder / "validation.csv")
+
+
+def _csv(rows: pa.Table, file: Path) -> Path:
+    write_whole(file, lambda unfinished: pa_csv.write_csv(rows, unfinished))
+    return file
 
 
 def head_figure(maps: xr.Dataset, comparisons: Sequence[Comparison] = ()) -> Figure:
@@ -231,5 +234,5 @@ def write_validation(folder: Path, comparisons: Sequence[Comparison], scores: Se
 def _saved(folder: Path, figures: dict[str, Figure]) -> list[Path]:
     files = [(folder / f"{name}.{suffix}", figure) for name, figure in figures.items() for suffix in ("png", "svg")]
     for file, figure in files:
-        figure.savefig(file, dpi=150)
+        save_figure(figure, file)
     return [file for file, _ in files]
