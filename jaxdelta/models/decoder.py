@@ -147,6 +147,7 @@ class Decoder(nnx.Module):
 
         Text outside of the vocabulary or beyond the carry's places, of which a compiled function cannot tell, gives NaN.
         """
+        tokens = jnp.asarray(tokens)
         T = tokens.shape[1]
         positions = carry.position[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
         x = jnp.where(self._fits(tokens, carry, positions, length)[..., None], self.embed[...][tokens], jnp.nan)
