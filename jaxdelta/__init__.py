@@ -8,12 +8,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 __version__ = "0.1.0"
 
-from jaxdelta.analysis.ledger import ledger
-from jaxdelta.analysis.objectives import LogitDifference
-from jaxdelta.analysis.sensitivity import sensitivity
+from jaxdelta.analysis.sensitivity.maps import sensitivity
+from jaxdelta.analysis.sensitivity.objectives import LogitDifference
 from jaxdelta.analysis.sweep import sweep
+from jaxdelta.analysis.transitions.claims import ledger
 from jaxdelta.checkpoints import CheckpointError, embedded_models, inspect, load, save
-from jaxdelta.interventions import Truncate
 from jaxdelta.models.config import AttentionSizes, DeltaLMConfig, Qwen3_5Config
 from jaxdelta.models.decoder import Carry, Decoder, states, with_states
 from jaxdelta.models.delta_lm import DeltaLM
@@ -25,8 +24,9 @@ from jaxdelta.ops.low_rank import truncate
 from jaxdelta.ops.nearest_product import nearest_product
 from jaxdelta.ops.reflections import reflections
 from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, stable_rank, threshold_rank
-from jaxdelta.results import ResultsError
-from jaxdelta.segments import NonFiniteError, Run, forward, init_carry, run
+from jaxdelta.results.folder import ResultsError
+from jaxdelta.runs.interventions import Truncate
+from jaxdelta.runs.segments import NonFiniteError, Run, forward, init_carry, run
 
 __all__ = [
     "AttentionSizes",

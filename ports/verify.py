@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdelta.checkpoints import Info, inspect, load_tokenizer
+from jaxdelta.documents import embedded_texts, read_documents, tokenize
 from jaxdelta.report.terminal import Output
-from jaxdelta.tasks.documents import embedded_texts, read_documents, tokenize
 from ports import report
 from ports.references import UnusableReference
 from ports.sides import PROGRESS, Job

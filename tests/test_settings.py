@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxdelta as jd
-from jaxdelta.interventions import Filter, Noise, Project, Quantise, Scale, Swap
 from jaxdelta.ops.soft_filter import soft_rank
+from jaxdelta.runs.interventions import Filter, Noise, Project, Quantise, Scale, Swap
 from tests import tiny
 
 SEGMENT = 7

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxdelta as jd
-from jaxdelta.interventions import Truncate, Zero
+from jaxdelta.runs.interventions import Truncate, Zero
 from tests.tiny import model
 
 IDS = np.arange(40)[None] % 8

@@ -14,16 +14,16 @@ import jax
 import numpy as np
 import pyarrow as pa
 
-from jaxdelta import memory
 from jaxdelta.arguments import shown, whole_number, whole_numbers
-from jaxdelta.interventions import Truncate
+from jaxdelta.documents import Document, identity, tokenize
 from jaxdelta.metrics import copy_mask, paired_difference
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder, check_model
 from jaxdelta.ops.low_rank import Method, largest_rank
-from jaxdelta.results import Results, ResultsError
-from jaxdelta.segments import NonFiniteError, check_tokens, num_boundaries, run
-from jaxdelta.tasks.documents import Document, identity, tokenize
+from jaxdelta.results.folder import Results, ResultsError
+from jaxdelta.runs import capacity as memory
+from jaxdelta.runs.interventions import Truncate
+from jaxdelta.runs.segments import NonFiniteError, check_tokens, num_boundaries, run
 
 Scope = Literal["all", "layer", "head"]
 

@@ -46,7 +46,7 @@ def ledger_command(arguments: argparse.Namespace, console: Output) -> None:
 
 
 def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
-    from jaxdelta.analysis.ledger import ledger
+    from jaxdelta.analysis.transitions.claims import ledger
     from jaxdelta.report.ledger import tables
 
     rows = ledger(dim=arguments.dim, draws=arguments.draws, seed=arguments.seed, out=arguments.out)
@@ -56,7 +56,7 @@ def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
 
 
 def _model_ledger(arguments: argparse.Namespace, console: Output) -> None:
-    from jaxdelta.analysis.transitions import ledger_of
+    from jaxdelta.analysis.transitions.maps import ledger_of
     from jaxdelta.report import transitions as report
 
     out, model, documents = opened(arguments, "ledger")

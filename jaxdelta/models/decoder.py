@@ -20,7 +20,7 @@ from jaxdelta.arguments import shown
 from jaxdelta.dims import State, Tokens, linear
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.nn.attention import AttentionCarry
-from jaxdelta.nn.linear_mixer import LinearCarry, LinearMixer, LinearProbe
+from jaxdelta.nn.mixer import LinearCarry, LinearMixer, LinearProbe
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.ops.norms import rms_norm
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxdelta.dims import along_last, linear
 from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.nn.linear_mixer import LinearMixer
+from jaxdelta.nn.mixer import LinearMixer
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.ops.delta_rule import bounded
 from jaxdelta.ops.norms import gated_rms_norm, l2norm

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from jaxdelta.dims import accumulation_dtype, linear
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.nn.gated_deltanet import decay_parameters, log_decay
-from jaxdelta.nn.linear_mixer import LinearMixer
+from jaxdelta.nn.mixer import LinearMixer
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.ops.norms import gated_rms_norm, l2norm, rms_norm
 

@@ -14,14 +14,14 @@ import pytest
 from rich.console import Console
 
 import jaxdelta as jd
-from jaxdelta import memory
 from jaxdelta.analysis.sweep import SCHEMA, Summary, World, make_worlds, num_boundaries, rank_array, summarize, sweep
-from jaxdelta.interventions import Truncate
+from jaxdelta.documents import Document
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.report import sweep as report
-from jaxdelta.results import ResultsError
-from jaxdelta.segments import NonFiniteError, run
-from jaxdelta.tasks.documents import Document
+from jaxdelta.results.folder import ResultsError
+from jaxdelta.runs import capacity as memory
+from jaxdelta.runs.interventions import Truncate
+from jaxdelta.runs.segments import NonFiniteError, run
 from tests.tiny import fresh_model, model, text, tokens
 
 CONFIG = Qwen3_5Config.tiny()  # linear layers 0, 1, 2; six value heads; min(K, V) = 8

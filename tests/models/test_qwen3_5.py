@@ -12,7 +12,7 @@ from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.models.decoder import states, with_states
 from jaxdelta.models.qwen3_5 import Qwen3_5
 from jaxdelta.nn.attention import AttentionCarry
-from jaxdelta.nn.linear_mixer import LinearCarry
+from jaxdelta.nn.mixer import LinearCarry
 from tests.helpers import randomised, relative_error, run
 
 VOCABULARY = 97

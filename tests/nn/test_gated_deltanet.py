@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.nn.gated_deltanet import GatedDeltaNet, log_decay
-from jaxdelta.nn.linear_mixer import LinearCarry
+from jaxdelta.nn.mixer import LinearCarry
 from jaxdelta.ops.delta_rule import LEAST
 from tests.helpers import delta_rule, parameters, randomised, relative_error, rms_normalised, run, silu
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.nn.gated_deltaproduct import GatedDeltaProduct
-from jaxdelta.nn.linear_mixer import LinearCarry
+from jaxdelta.nn.mixer import LinearCarry
 from tests.helpers import delta_product, parameters, randomised, relative_error, rms_normalised, run, silu
 
 D, G, K, V = 20, 2, 6, 5  # model width, key heads, key and value dim

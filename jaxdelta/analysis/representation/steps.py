@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxdelta.models.decoder import Decoder
-from jaxdelta.nn.linear_mixer import LinearMixer
+from jaxdelta.nn.mixer import LinearMixer
 from jaxdelta.ops.householder import transition
 
 

@@ -1,0 +1,165 @@
+"""What a removal really does: directions of a state, heads and layers taken away one by one, many worlds at a time.
+
+Effects are differences of the mean loss over scored tokens, in nats, between a world and the untouched text, token by token
+in the same compiled program; sums run in f64.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxdelta.models.config import DecoderConfig
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.ops.directions import directions as singular_directions
+from jaxdelta.runs.reverse import Tape, branch, join, split
+from jaxdelta.runs.segments import rebuilt, token_losses
+
+
+class Direction(NamedTuple):
+    """A singular direction of one boundary: the model's layer, value head, and index, the largest sigma first."""
+
+    layer: int
+    head: int
+    direction: int
+
+
+def places(config: DecoderConfig, units: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, ...]:
+    """Units (layer, ...) as one array an entry, the layers counted among linear layers, as arrays over heads are.
+
+    Raises:
+        ValueError: a layer is no linear layer of the model.
+    """
+    for layer, *_ in units:
+        if layer not in config.linear_layers:
+            raise ValueError(f"layer {layer} is no linear layer; those of the model are {list(config.linear_layers)}")
+    layers, *rest = (np.array(x) for x in zip(*units, strict=True))
+    return np.searchsorted(config.linear_layers, layers), *rest
+
+
+def direction_terms(
+    config: DecoderConfig, S: Float[Array, "L 1 H K V"], directions: Sequence[Direction]
+) -> Float[Array, "X K V"]:
+    """sigma_i u_i v_i^T of each direction, with the basis that sensitivities use."""
+    U, _, right = _singular_directions(S)
+    layer, head, index = places(config, directions)
+    return U[layer, 0, head, :, index][:, :, None] * right[layer, 0, head, index][:, None, :]
+
+
+_singular_directions = jax.jit(singular_directions)
+
+
+def without(
+    config: DecoderConfig, S: Float[Array, "L 1 H K V"], directions: Sequence[Direction], *, share: float | np.ndarray = 1.0
+) -> Float[Array, "L X H K V"]:
+    """A world for each direction, in which ``share`` of it is taken away."""
+    terms = direction_terms(config, S, directions)
+    layer, head, _ = places(config, directions)
+    worlds = np.arange(len(directions))
+    share = jnp.broadcast_to(jnp.asarray(share, S.dtype), (len(directions),))[:, None, None]
+    return jnp.repeat(S, len(directions), axis=1).at[layer, worlds, head].add(-share * terms)
+
+
+def direction_effects(
+    model: Decoder, tape: Tape, scored: np.ndarray, boundary: int, directions: Sequence[Direction], *, worlds: int = 64
+) -> np.ndarray:
+    """Measured change of the mean loss when a direction of the state handed on at ``boundary`` is removed.
+
+    Args:
+        tape: of one text, without an intervention.
+        scored: Bool[N - 1].
+        boundary: in tokens seen.
+        worlds: directions removed at once.
+
+    Returns:
+        f64 [directions].
+    """
+    index = segment_at(tape, boundary)
+    S = jnp.asarray(tape.starts[index].recurrent.S)
+    found = []
+    for part in _parts(directions, worlds):
+        # The untouched world is the first row of every batch; short batches are filled up, so that one program serves all.
+        padded = list(part) + [part[-1]] * (min(worlds, len(directions)) - len(part))
+        batch = jnp.concatenate([S, without(model.config, S, padded)], axis=1)
+        losses = _losses(model, branch(tape, index, batch), index)
+        found.append(_differences(losses, scored)[: len(part)])
+    return np.concatenate(found)
+
+
+def head_effects(
+    model: Decoder, tape: Tape, scored: np.ndarray, heads: Sequence[tuple[int, ...]], kind: str, *, worlds: int = 16
+) -> np.ndarray:
+    """Measured change of the mean loss when heads lose something in the whole text.
+
+    Args:
+        heads: (layer, head) each, with the model's layer; a layer alone, (layer,), means all its heads.
+        kind: "output": their output is zero in every segment; "state": their state is zero at every boundary.
+
+    Returns:
+        f64 [heads].
+    """
+    L, _, H = tape.starts[0].recurrent.S.shape[:3]
+    found = []
+    for part in _parts(heads, worlds):
+        padded = list(part) + [part[-1]] * (min(worlds, len(heads)) - len(part))
+        keep = np.ones((L, 1 + len(padded), H), np.float32)
+        for world, (layer, *head) in enumerate(padded):
+            keep[places(model.config, [(layer,)])[0][0], 1 + world, head if head else slice(None)] = 0
+        S = jnp.repeat(jnp.asarray(tape.starts[0].recurrent.S), keep.shape[1], axis=1)
+        losses = _losses(model, branch(tape, 0, S), 0, **{kind: keep})
+        found.append(_differences(losses, scored)[: len(part)])
+    return np.concatenate(found)
+
+
+def segment_at(tape: Tape, boundary: int) -> int:
+    """The segment that begins at a boundary, given in tokens seen (0: a branched text's own start).
+
+    Raises:
+        ValueError: the text has no boundary there.
+    """
+    index, rest = divmod(boundary, tape.segment)
+    if rest or not 0 <= index < tape.count:
+        found = f"every {tape.segment} tokens to {tape.segment * (tape.count - 1)}"
+        raise ValueError(f"boundary is {boundary}, in tokens seen; the text has boundaries {found}")
+    return index
+
+
+def _parts(items: Sequence, size: int) -> Iterator[Sequence]:
+    for begin in range(0, len(items), size):
+        yield items[begin : begin + size]
+
+
+def _differences(losses: np.ndarray, scored: np.ndarray) -> np.ndarray:
+    """Change of the mean loss of each world against the first, over all scored tokens of the text."""
+    here = scored[len(scored) - losses.shape[1] :]
+    return ((losses[1:] - losses[:1]) * here).sum(axis=1, dtype=np.float64) / scored.sum()
+
+
+def _losses(model: Decoder, tape: Tape, first: int, *, output=None, state=None) -> np.ndarray:
+    """Losses f64 [X, N' - 1] of a branched tape; factors on heads' outputs and on their states at boundaries, [L X H]."""
+    params, (start,), caches = nnx.state(model), tape.starts, tape.caches
+    recurrent, worlds, L = start.recurrent, len(tape.lengths), start.recurrent.S.shape[0]
+    ones = np.ones((L, worlds, start.recurrent.S.shape[2]), np.float32)
+    output, state = (ones if x is None else x for x in (output, state))
+    found = []
+    for index in range(tape.count):
+        here, following, text = tape.part(index)
+        kept = state if first + index else ones
+        losses, recurrent, caches = _losing(model.config, params, recurrent, caches, here, following, text, output, kept)
+        found.append(np.asarray(losses, np.float64))
+    return np.concatenate(found, axis=1)[:, : tape.lengths[0] - 1]
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _losing(config, params, recurrent, caches, tokens, targets, length, output, state):
+    model = rebuilt(config, params)
+    recurrent = recurrent._replace(S=recurrent.S * state[..., None, None])
+    gates = iter(output)
+    probes = tuple(p and p._replace(output=next(gates)) for p in model.probes(*tokens.shape))
+    out = model(tokens, join(config, recurrent, caches), length, probes)
+    return token_losses(model, out.hidden, targets), *split(out.carry)
