@@ -28,8 +28,9 @@ from jaxtyping import Array, Bool, Float, Shaped
 from jaxdelta.dims import HIGHEST, AnyArray, Matrices, accumulation_dtype, along_last
 
 FAINT = 1e-3  # of sigma_1; from here down a second Gram matrix holds what the first one lost
-FAINTEST = 1e-6  # of sigma_1; what lies below may stay mixed
+FAINTEST = 5e-7  # of sigma_1; what lies below may stay mixed
 MIXED = 1e-5  # sum of a direction's cosines with the others; sigma is off by less
+LOST = 1e-7  # share of a direction's square that directions below FAINTEST hold; half of it is missing in sigma
 
 
 class Directions(NamedTuple):
@@ -126,7 +127,10 @@ def _directions(S: Array) -> Directions:
     S = S / largest
     U = _eigenvectors(_mm(S, jnp.swapaxes(S, -1, -2)))
     B = _mm(jnp.swapaxes(U, -1, -2), S)
-    U, B = jax.lax.cond(_is_mixed(B), _taken_apart, lambda U, B: (U, B), U, B)
+    if S.shape[-2] > S.shape[-1]:  # U has directions that S does not have, into which its faint ones leak
+        U, B = _taken_apart(U, B)
+    else:
+        U, B = jax.lax.cond(_is_mixed(B), _taken_apart, lambda U, B: (U, B), U, B)
     sigma = _norms(B)
     order = jnp.argsort(-sigma, axis=-1, stable=True)[..., : min(S.shape[-2:])]
     sigma = jnp.take_along_axis(sigma, order, -1)
@@ -153,13 +157,16 @@ def _eigenvectors(G: Array) -> Array:
 
 
 def _is_mixed(B: Array) -> Bool[Array, ""]:
-    """Whether any direction above ``FAINTEST`` shares more than ``MIXED`` with the others: rows of B are not orthogonal."""
+    """Whether any direction above ``FAINTEST`` shares more than ``MIXED`` with the others, or has lost more than ``LOST`` to
+    those below it: rows of B are not orthogonal."""
     sigma = _norms(B)
     known = sigma > FAINTEST * jnp.max(sigma, axis=-1, keepdims=True)
-    unit = jnp.where(known, 1 / jnp.where(known, sigma, 1.0), 0.0)[..., None] * B
+    scale = jnp.where(known, 1 / jnp.where(known, sigma, 1.0), 0.0)[..., None]
+    unit = scale * B
     cosines = jnp.abs(_mm(unit, jnp.swapaxes(unit, -1, -2)))
     shared = jnp.sum(cosines, axis=-1) - jnp.diagonal(cosines, axis1=-2, axis2=-1)
-    return jnp.any(shared > MIXED)
+    below = scale * _mm(unit, jnp.swapaxes(jnp.where(known[..., None], 0.0, B), -1, -2))
+    return jnp.any(shared > MIXED) | jnp.any(jnp.sum(below * below, axis=-1) > LOST)
 
 
 def _taken_apart(U: Array, B: Array) -> tuple[Array, Array]:
