@@ -13,10 +13,12 @@ from jaxdelta.analysis.sensitivity.objectives import LogitDifference
 from jaxdelta.analysis.sweep import sweep
 from jaxdelta.analysis.transitions.claims import ledger
 from jaxdelta.checkpoints import CheckpointError, embedded_models, inspect, load, save
-from jaxdelta.models.config import AttentionSizes, DeltaLMConfig, Qwen3_5Config
-from jaxdelta.models.decoder import Carry, Decoder, states, with_states
+from jaxdelta.models.carry import Carry, states, with_states
+from jaxdelta.models.config import DeltaLMConfig, Qwen3_5Config
+from jaxdelta.models.decoder import Decoder
 from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.models.qwen3_5 import Qwen3_5
+from jaxdelta.nn.sizes import AttentionSizes
 from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked
 from jaxdelta.ops.householder import active_rank, frozen_dimension, spectral_radius, transition

@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxdelta.checkpoints import parameters_sha256
 from jaxdelta.json_text import parse
-from jaxdelta.models.decoder import Decoder
 
 EMBEDDED = Path(__file__).parent / "assets" / "documents"
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
@@ -46,18 +44,45 @@ class Document:
         name: its own, or that of the file (its path where two share a name), with ``:line`` in JSON lines and ``:item`` in
             an array.
         tokens: whole numbers [N], N >= 2.
+        scored: Bool[N - 1], whether the prediction of token i + 1 counts, such as those of an answer; None is all of them.
+
+    Raises:
+        ValueError: ``scored`` is no such array, or nothing is scored.
     """
 
     name: str
     tokens: np.ndarray
+    scored: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.scored is None:
+            return
+        scored = np.asarray(self.scored)
+        if scored.dtype != bool or scored.shape != (len(self.tokens) - 1,):
+            raise ValueError(
+                f"scored of {self.name} is {scored.dtype}{list(scored.shape)}; expected bool[{len(self.tokens) - 1}]"
+            )
+        if not scored.any():
+            raise ValueError(f"no token of {self.name} is scored")
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Which predictions count, Bool[N - 1]."""
+        return np.ones(len(self.tokens) - 1, bool) if self.scored is None else np.asarray(self.scored)
 
     def head(self, count: int | None) -> "Document":
         """The first ``count`` tokens; all where None."""
-        return self if count is None else Document(self.name, self.tokens[: max(0, count)])
+        if count is None or count >= len(self.tokens):
+            return self
+        scored = None if self.scored is None else self.scored[: max(0, count - 1)]
+        return Document(self.name, self.tokens[: max(0, count)], scored)
 
     def sha256(self) -> str:
-        """Checksum of the token ids."""
-        return hashlib.sha256(np.ascontiguousarray(self.tokens, np.int32).tobytes()).hexdigest()
+        """Checksum of the token ids, and of which are scored."""
+        found = hashlib.sha256(np.ascontiguousarray(self.tokens, np.int32).tobytes())
+        if self.scored is not None:
+            found.update(np.packbits(self.scored).tobytes())
+        return found.hexdigest()
 
 
 def embedded_texts() -> dict[str, str]:
@@ -90,12 +115,12 @@ def read_documents(files: Iterable[Path]) -> dict[str, str | np.ndarray]:
 
 
 def tokenize(
-    documents: Sequence[str | np.ndarray] | dict[str, str | np.ndarray],
+    documents: Sequence[str | np.ndarray | Document] | dict[str, str | np.ndarray],
     tokenizer: Tokenizer | None,
     *,
     vocab_size: int | None = None,
 ) -> list[Document]:
-    """Documents from texts or arrays of ids. No token is added before or after the text.
+    """Documents from texts or arrays of ids; a Document keeps its name. No token is added before or after a text.
 
     Args:
         documents: in a sequence, or by name.
@@ -111,6 +136,9 @@ def tokenize(
     named = documents.items() if isinstance(documents, dict) else ((f"document_{i}", d) for i, d in enumerate(documents))
     found = []
     for name, document in named:
+        scored = None
+        if isinstance(document, Document):
+            name, document, scored = document.name, document.tokens, document.scored
         if isinstance(document, str):
             if tokenizer is None:
                 raise ValueError(
@@ -127,7 +155,7 @@ def tokenize(
                 raise ValueError(f"{name} has the token id {without[0]}; the model's run from 0 to {vocab_size - 1}")
         if len(tokens) < 2:
             raise ValueError(f"{name} has {len(tokens)} tokens; at least 2 are needed to score one")
-        found.append(Document(name, tokens))
+        found.append(Document(name, tokens, scored))
     if not found:
         raise ValueError("no documents")
     return found
@@ -239,14 +267,3 @@ def _ids(value: Any, where: str) -> np.ndarray:
                 f'{where}: "ids" has {str(i)[:40]} at index {index}; expected whole numbers of at least 0, below 2^31'
             )
     return np.array(value, np.int32)
-
-
-def identity(model: Decoder, name: str, documents: Sequence[Document], *, kept: bool) -> dict[str, Any]:
-    """What tells runs of models over documents apart, as JSON has it; the parameters' checksum only of those ``kept``."""
-    return dict(
-        model=name,
-        dtype=model.dtype.name,
-        revision=model.origin.revision if model.origin else None,
-        parameters=parameters_sha256(model) if kept else None,
-        documents=[[d.name, d.sha256()] for d in documents],  # a list: parts are cut in its order
-    )

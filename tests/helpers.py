@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxdelta.nn.mixer import Span
+
 # Relative Frobenius errors that ops must meet, by dtype.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 
@@ -144,6 +146,17 @@ def run(module: nnx.Module, *args):
 @partial(jax.jit, static_argnums=0)
 def _run(graphdef, state, *args):
     return nnx.merge(graphdef, state)(*args)
+
+
+def mix(layer: nnx.Module, x, carry, positions=None, length=None):
+    """A segment through a mixer, compiled; at the first positions of its text where they are not given."""
+    positions = np.broadcast_to(np.arange(x.shape[1], dtype=np.int32), x.shape[:2]) if positions is None else positions
+    return _mix(*nnx.split(layer), x, carry, positions, length)
+
+
+@partial(jax.jit, static_argnums=0)
+def _mix(graphdef, state, x, carry, positions, length):
+    return nnx.merge(graphdef, state)(x, carry, Span(positions, length))
 
 
 def silu(x) -> np.ndarray:

@@ -37,8 +37,10 @@ from jaxdelta.analysis.representation import (
     token_steps,
     transitions,
 )
-from jaxdelta.models.decoder import Decoder, states
+from jaxdelta.models.carry import states
+from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.spectra import effective_rank, threshold_rank
+from jaxdelta.results.documents import Item, rows_of
 from jaxdelta.results.folder import Results
 from jaxdelta.tasks.state_tracking import Group, generated, group_of, minimal_representation, real_irreps, words
 
@@ -56,14 +58,15 @@ def measure(folder: Path) -> pa.Table:
     solved = pa_parquet.read_table(folder / "rows.parquet")["solved"].to_numpy().reshape(len(cells), -1)
     if not solved.any():
         raise ValueError(f"no seed of {folder} has solved its task")
-    results = Results(folder / "instruments", {"experiment": "state_tracking/instruments", "of": about}, {})
-    for part, (index, place) in enumerate(np.argwhere(solved).tolist()):
-        if results.part(part) is None:
-            cell, params = cells[index], load_parameters(parameters_file(folder, index), cells[index], recipe)
-            found = instruments(group_of(cell.group), model_of(cell, recipe, params, place))
-            rows = [vars(cell) | {"seed": about["seeds"][place]} | row for row in found]
-            results.write_part(part, table_of(rows))
-    return results.finish(int(solved.sum()))
+    results = Results(folder / "instruments", {"experiment": "state_tracking/instruments", "of": about})
+
+    def work(values: list[list[int]], _) -> list[pa.Table]:
+        ((index, place),) = values
+        cell, params = cells[index], load_parameters(parameters_file(folder, index), cells[index], recipe)
+        found = instruments(group_of(cell.group), model_of(cell, recipe, params, place))
+        return [table_of([vars(cell) | {"seed": about["seeds"][place]} | row for row in found])]
+
+    return rows_of([Item(tuple(place), place) for place in np.argwhere(solved).tolist()], work, results=results)
 
 
 def table_of(rows: list[dict]) -> pa.Table:

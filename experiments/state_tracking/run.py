@@ -27,6 +27,7 @@ from rich.console import Console
 from experiments.state_tracking import report
 from experiments.state_tracking.cells import GROUPS, Cell, Recipe, configuration, grid
 from experiments.state_tracking.training import Progress, save_parameters, tested, train
+from jaxdelta.results.documents import Item, rows_of
 from jaxdelta.results.folder import Results
 from jaxdelta.tasks.state_tracking import group_of, predicted_householder
 
@@ -36,22 +37,26 @@ CHOICES = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 def run(cells: list[Cell], recipe: Recipe, seeds: tuple[int, ...], folder: Path) -> pa.Table:
     """Train what is missing in ``folder``; the rows of all seeds of all cells."""
-    results = Results(folder, configuration(cells, recipe, seeds), {})
+    results = Results(folder, configuration(cells, recipe, seeds))
     for name in ("training", "parameters"):
         (folder / name).mkdir(exist_ok=True)
-    for index, cell in enumerate(cells):
-        if results.part(index) is None:
-            begun, used = time.perf_counter(), time.process_time()
-            progress = train(cell, recipe, seeds, folder / "training" / f"{index:04d}.npz")
-            save_parameters(parameters_file(folder, index), progress.kept)
-            results.write_part(index, rows_of(cell, recipe, seeds, progress))
-            took = f"{time.perf_counter() - begun:.0f} s, {time.process_time() - used:.0f} s of a core"
-            print(f"{cell}: {progress.rounds * recipe.every} steps, {took}", flush=True)
-        (folder / "training" / f"{index:04d}.npz").unlink(missing_ok=True)
-    return results.finish(len(cells))
+
+    def work(values: list[tuple[int, Cell]], _) -> list[pa.Table]:
+        ((index, cell),) = values
+        begun, used = time.perf_counter(), time.process_time()
+        progress = train(cell, recipe, seeds, folder / "training" / f"{index:04d}.npz")
+        save_parameters(parameters_file(folder, index), progress.kept)
+        took = f"{time.perf_counter() - begun:.0f} s, {time.process_time() - used:.0f} s of a core"
+        print(f"{cell}: {progress.rounds * recipe.every} steps, {took}", flush=True)
+        return [seed_rows(cell, recipe, seeds, progress)]
+
+    rows = rows_of([Item((index,), (index, cell)) for index, cell in enumerate(cells)], work, results=results)
+    for file in (folder / "training").glob("*.npz"):
+        file.unlink()
+    return rows
 
 
-def rows_of(cell: Cell, recipe: Recipe, seeds: tuple[int, ...], progress: Progress) -> pa.Table:
+def seed_rows(cell: Cell, recipe: Recipe, seeds: tuple[int, ...], progress: Progress) -> pa.Table:
     """A row for each seed: the cell, the prediction, and what its kept parameters do on fresh words."""
     whole = vars(cell) | {
         "predicted": predicted_householder(group_of(cell.group)),

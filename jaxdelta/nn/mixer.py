@@ -1,20 +1,50 @@
-"""What every linear layer does around its projections: short convolution, delta rule, masks of padding, the carry.
+"""How any mixer is called, and what every linear layer does around its projections.
 
     q | k | v = heads(short_conv(project(x)));   beta, g = gates(x)
     o, S = rule(q, k, v, g, beta);   y = W_out normed(o, x)
 
-A layer supplies ``project``, ``taps``, ``heads``, ``gates``, ``normed`` and ``out``; n_h > 1 writes n_h times a token.
+A linear layer supplies ``project``, ``taps``, ``heads``, ``gates``, ``normed`` and ``out``; it writes n_h times a token.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxdelta.dims import linear
+from jaxdelta.implementation import Implementation
+from jaxdelta.nn.sizes import LinearSizes
 from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
 from jaxdelta.ops.short_conv import short_conv
+
+
+def untouched(name: str, x: Array) -> Array:
+    """The tap that neither keeps nor changes an array."""
+    return x
+
+
+class Span(NamedTuple):
+    """What every mixer is told of the tokens that it is given.
+
+    Attributes:
+        positions: Int[B T], of the tokens in their texts.
+        length: Int[B], how many leading tokens of each row are text; None is all of them.
+        implementation: how it is computed.
+        tap: called with the name of an array and the array; what it returns takes the array's place.
+    """
+
+    positions: Array
+    length: Array | None = None
+    implementation: Implementation = Implementation()
+    tap: Callable[[str, Array], Array] = untouched
+
+    @property
+    def is_text(self) -> Bool[Array, "B T"] | None:
+        """Which tokens are text; None is all of them."""
+        T = self.positions.shape[1]
+        return None if self.length is None else jnp.arange(T)[None] < self.length[:, None]
 
 
 class LinearCarry(NamedTuple):
@@ -30,101 +60,51 @@ class LinearCarry(NamedTuple):
     tail: Array
 
 
-class LinearProbe(NamedTuple):
-    """Where a linear layer can be pushed; its derivatives are the layer's sensitivities.
-
-    Attributes:
-        beta: Float[B P H], added to the write strengths.
-        g: Float[B T H], added to the log-decays.
-        output: Float[B H], a factor on each head's output after its norm; before it, the norm would cancel the factor.
-        residual: Float[B T D], added to what the layer adds to the residual stream.
-    """
-
-    beta: Array
-    g: Array
-    output: Array
-    residual: Array
-
-
-class RuleInputs(NamedTuple):
-    """What the delta rule of a layer is given: heads repeated, q and k normalised; padding writes nothing.
-
-    Attributes:
-        q: Float[B T H K].
-        k: Float[B P H K].
-        v: Float[B P H V].
-        beta: Float[B P H], write strengths; zero at padding.
-        g: Float[B T H], log-decays; zero at padding.
-    """
-
-    q: Array
-    k: Array
-    v: Array
-    beta: Array
-    g: Array
-
-
 class LinearMixer(nnx.Module):
-    """A linear layer of ``config``, which names H, K, V, W, E and n_h."""
+    """A linear layer of ``sizes``. Arrays that a tap is shown, in this order:
 
-    num_householder: int = 1
+    ==============  ==================  ================================================================
+    ``q``           Float[B T H K]      what the rule is given: heads repeated, q and k normalised
+    ``k``           Float[B P H K]
+    ``v``           Float[B P H V]
+    ``beta``        Float[B P H]        write strengths, before those of padding are set to zero
+    ``g``           Float[B T H]        log-decays, before those of padding are set to zero
+    ``o``           Float[B T H V]      what the rule gives
+    ``S``           Float[B H K V]      the state after the last token of text
+    ``head_output`` Float[B T H V]      of each head after its norm and gate
+    ``mixer_output`` Float[B T D]       added to the residual stream
+    ==============  ==================  ================================================================
+    """
 
-    def init_carry(self, batch: int, dtype) -> LinearCarry:
-        """The carry before the first token of ``batch`` texts."""
-        c = self.config
+    NAMES = ("q", "k", "v", "beta", "g", "o", "S", "head_output", "mixer_output")
+    kind = "linear"
+    sizes: LinearSizes
+
+    def init_carry(self, batch: int, max_length: int, dtype) -> LinearCarry:
+        """The carry before the first token of ``batch`` texts of any length."""
+        c = self.sizes
         return LinearCarry(
             jnp.zeros((batch, c.num_value_heads, c.key_dim, c.value_dim), jnp.promote_types(dtype, jnp.float32)),
             jnp.zeros((batch, c.conv_width - 1, c.conv_channels), dtype),
         )
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        carry: LinearCarry,
-        length: Int[Array, " B"] | None = None,
-        probe: LinearProbe | None = None,
+        self, x: Float[Array, "B T D"], carry: LinearCarry, span: Span
     ) -> tuple[Float[Array, "B T D"], LinearCarry]:
-        """Tokens of a segment; ``length``: how many leading ones of each row are text, all where None.
-
-        Padding neither writes nor decays: the carry returned is that after the last token of text.
-        """
-        T, n = x.shape[1], self.num_householder
-        if length is not None:
-            x = jnp.where(_is_text(T, length), x, 0)
-        (q, k, v, beta, g), tail = self.rule_inputs(x, carry.tail, length, probe)
-        rule = gated_delta_product if T * n == 1 else gated_delta_product_chunked
-        o, S = rule(q, k, v, g=g, beta=beta, num_householder=n, state=carry.S)
-        y = self.normed(o, x)
-        if probe is not None:
-            y = y * probe.output[:, None, :, None].astype(y.dtype)
-        y = linear(y.reshape(*y.shape[:2], -1), self.out[...])
-        return y if probe is None else y + probe.residual.astype(y.dtype), LinearCarry(S, tail)
-
-    def rule_inputs(
-        self,
-        x: Float[Array, "B T D"],
-        tail: Float[Array, "B M E"],
-        length: Int[Array, " B"] | None = None,
-        probe: LinearProbe | None = None,
-    ) -> tuple[RuleInputs, Float[Array, "B M E"]]:
-        """What the rule is given for the tokens of a segment, from the last M = W - 1 inputs before it, and those after."""
-        qkv, tail = short_conv(self.project(x), self.taps(), tail=tail, length=length)
-        q, k, v = self.heads(qkv)
-        beta, g = self.gates(x)
-        if probe is not None:
-            beta, g = beta + probe.beta, g + probe.g
-        if length is not None:
-            text = _is_text(x.shape[1], length)
-            beta, g = jnp.where(jnp.repeat(text, self.num_householder, axis=1), beta, 0), jnp.where(text, g, 0)
-        return RuleInputs(q, k, v, beta, g), tail
-
-    def probe(self, batch: int, length: int, dtype=jnp.float32) -> LinearProbe:
-        """The probe that changes nothing, for ``length`` tokens."""
-        H = self.config.num_value_heads
-        gates = (jnp.zeros((batch, length * n, H), dtype) for n in (self.num_householder, 1))
-        residual = jnp.zeros((batch, length, self.config.width), dtype)
-        return LinearProbe(*gates, jnp.ones((batch, H), dtype), residual)
-
-
-def _is_text(T: int, length: Int[Array, " B"]) -> Bool[Array, "B T 1"]:
-    return (jnp.arange(T)[None] < length[:, None])[..., None]
+        """Tokens of a segment. Padding neither writes nor decays: the carry given is that after the last token of text."""
+        tap, text, n = span.tap, span.is_text, self.sizes.num_householder
+        if text is not None:
+            x = jnp.where(text[..., None], x, 0)
+        qkv, tail = short_conv(self.project(x), self.taps(), tail=carry.tail, length=span.length)
+        q, k, v = (tap(name, a) for name, a in zip("qkv", self.heads(qkv), strict=True))
+        beta, g = (tap(name, a) for name, a in zip(("beta", "g"), self.gates(x), strict=True))
+        if text is not None:
+            beta, g = jnp.where(jnp.repeat(text, n, axis=1)[..., None], beta, 0), jnp.where(text[..., None], g, 0)
+        if x.shape[1] * n == 1:
+            o, S = gated_delta_product(q, k, v, g=g, beta=beta, num_householder=n, state=carry.S)
+        else:
+            size = span.implementation.chunk_size
+            o, S = gated_delta_product_chunked(q, k, v, g=g, beta=beta, num_householder=n, state=carry.S, chunk_size=size)
+        S = tap("S", S)
+        y = tap("head_output", self.normed(tap("o", o), x))
+        return tap("mixer_output", linear(y.reshape(*y.shape[:2], -1), self.out[...])), LinearCarry(S, tail)

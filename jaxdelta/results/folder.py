@@ -2,18 +2,16 @@
 
 A folder belongs to one configuration. Work is done in parts; each is written whole under a temporary name and then
 renamed, so a run that is killed at any moment leaves only whole parts, and the same configuration goes on with those that
-are missing. Rows come in the order of the parts, whenever each was made, so that an interrupted run ends with the rows of
-an uninterrupted one.
+are missing. :mod:`jaxdelta.results.documents` says which parts there are.
 
-Any number of processes, of one machine or several, may work in a folder, without a lock. The first to write the manifest or
-a part keeps it: neither is replaced, and all read the same. What is made of the parts is replaced whole. A temporary name
-says whose it is (``0003.zarr.HOST.PID-N.partial``), and only this host's, of processes that have ended, are cleared away.
+Any number of processes, of one machine or several, may work in a folder, without a lock. The first to write the manifest,
+a plan or a part keeps it: none is replaced, and all read the same. What is made of the parts is replaced whole. A temporary
+name says whose it is (``0003.zarr.HOST.PID-N.partial``), and only this host's, of processes that have ended, are cleared
+away.
 
-    manifest.json     configuration, versions, device, commit, checksums, plan of the parts
-    parts/0003.parquet
-    rows.parquet, rows.csv
-
-Labelled arrays are parts of the same kind, ``parts/0003.zarr``, put together as ``maps.zarr``.
+    manifest.json     configuration, versions, kind of device, commit, checksums
+    plans, parts
+    rows.parquet, rows.csv, or labelled arrays such as maps.zarr
 """
 
 import errno
@@ -27,12 +25,13 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
@@ -43,10 +42,12 @@ from jaxdelta.json_text import parse
 PACKAGES = ("jaxdelta", "jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
 # Temporary names of this library, and without a host those of its earlier versions; nobody else's.
 PARTIAL = re.compile(
-    r"(?:[a-z_]+|\d{4,})\.[a-z]+\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)-\d+\.partial"
+    r"(?:[a-z_]+|\d{4,}|\d{4,}-\d{4,})\.[a-z]+\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)-\d+\.partial"
     r"|(?:manifest\.json|rows\.parquet|rows\.csv|\d{4,}\.(?:parquet|zarr))\.(?P<old_pid>\d+)\.partial"
 )
 _numbers = itertools.count()
+FOLDERS = ("parts", "plans")
+ITEM = "item of the part"  # a column beside those of the rows
 
 
 class ResultsError(ValueError):
@@ -58,14 +59,13 @@ class Results:
 
     Args:
         folder: created where it does not exist.
-        configuration: JSON values that decide the rows; versions and device are added.
-        plan: JSON value that says how the work is cut into parts; where the folder already has one, that one holds.
+        configuration: JSON values that decide the numbers; versions and the kind of device are added.
 
     Raises:
         ResultsError: the folder cannot be written, or holds another configuration or something else.
     """
 
-    def __init__(self, folder: Path, configuration: dict[str, Any], plan: Any):
+    def __init__(self, folder: Path, configuration: dict[str, Any]):
         self.folder = Path(folder)
         self._manifest = self.folder / "manifest.json"
         configuration = json.loads(json.dumps(configuration | {"environment": environment(), "commit": commit()}))
@@ -73,50 +73,73 @@ class Results:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._manifest.exists():
                 self._refuse_foreign_files()
-                self._write_manifest({"configuration": configuration, "plan": plan, "started": _now()}, replace=False)
+                manifest = {"configuration": configuration, "started": _now(), "where": where()}
+                self._write_manifest(manifest, replace=False)
             self.manifest = self._read_manifest(configuration)
-            (self.folder / "parts").mkdir(exist_ok=True)
+            for name in FOLDERS:
+                (self.folder / name).mkdir(exist_ok=True)
         except OSError as error:
             raise ResultsError(f"results folder {self.folder} cannot be used: {error.strerror}; choose another") from None
 
-    @property
-    def plan(self) -> Any:
-        """How the work is cut into parts."""
-        return self.manifest["plan"]
-
-    def part(self, index: int) -> pa.Table | None:
-        """A finished part, None where it is still to do.
+    def plan(self, number: int) -> list[list[Any]] | None:
+        """Units of work, as lists of keys, as the first to write them down has it; None where nobody has.
 
         Raises:
-            ResultsError: the part cannot be read.
+            ResultsError: the plan cannot be read.
         """
-        return _read_rows(self._part_file(index))
-
-    def write_part(self, index: int, rows: pa.Table) -> None:
-        """Keep a finished part, unless another process has been first."""
-        self._write(self._part_file(index), lambda file: pa_parquet.write_table(rows, file), replace=False)
-
-    def dataset(self, index: int) -> xr.Dataset | None:
-        """A finished part of labelled arrays, in memory; None where it is still to do.
-
-        Raises:
-            ResultsError: the part cannot be read.
-        """
-        folder = self.folder / "parts" / f"{index:04d}.zarr"
-        if not folder.exists():
+        file = self._plan_file(number)
+        if not file.exists():
             return None
         try:
-            with xr.open_zarr(folder, consolidated=False) as stored:
-                return stored.load().drop_encoding()  # of which the length of names would cut those of others
-        except Exception as error:  # of whatever kind, from a chunk that does not unpack to a group that is none
-            raise ResultsError(
-                f"{folder} cannot be read ({error}); remove it, and the same command makes it anew"
-            ) from None
+            return parse(file.read_bytes())
+        except (ValueError, OSError) as error:
+            raise ResultsError(f"{file} cannot be read ({error}); choose another folder or remove this one") from None
 
-    def write_dataset(self, name: str | int, data: xr.Dataset) -> None:
-        """Keep a finished part of labelled arrays, unless another process has been first, or, under a name, the whole."""
-        folder = self.folder / (f"{name}.zarr" if isinstance(name, str) else f"parts/{name:04d}.zarr")
-        self._write(folder, lambda unfinished: to_zarr(data, unfinished), replace=isinstance(name, str))
+    def make_plan(self, number: int, units: list[list[Any]]) -> list[list[Any]]:
+        """Write units of work down, unless another process has been first; gives those that hold."""
+        text = json.dumps(units) + "\n"
+        self._write(self._plan_file(number), lambda file: Path(file).write_text(text, encoding="utf-8"), replace=False)
+        return self.plan(number)
+
+    def has(self, part: str) -> bool:
+        """Whether a part is finished."""
+        return self._rows_file(part).exists() or self._arrays_file(part).exists()
+
+    def parts(self, part: str, count: int) -> list[pa.Table] | list[xr.Dataset] | None:
+        """What a finished part holds of each of its ``count`` items; None where it is still to do.
+
+        Raises:
+            ResultsError: the part cannot be read.
+        """
+        if self._arrays_file(part).exists():
+            return [_read_arrays(self._arrays_file(part))]
+        rows = _read_rows(self._rows_file(part))
+        if rows is None:
+            return None
+        item = rows[ITEM].to_numpy()
+        rows = rows.drop_columns(ITEM)
+        return [rows.filter(pa.array(item == i)) for i in range(count)]
+
+    def write_parts(self, part: str, found: Sequence[pa.Table] | Sequence[xr.Dataset]) -> None:
+        """Keep what a part holds of each of its items, unless another process has been first."""
+        if isinstance(found[0], xr.Dataset):
+            (data,) = found
+            self._write(self._arrays_file(part), lambda folder: to_zarr(data, folder), replace=False)
+            return
+        numbers = np.repeat(np.arange(len(found), dtype=np.int32), [len(rows) for rows in found])
+        rows = pa.concat_tables(found).append_column(ITEM, pa.array(numbers))
+        self._write(self._rows_file(part), lambda file: pa_parquet.write_table(rows, file), replace=False)
+
+    def finish_arrays(self, name: str, data: xr.Dataset) -> None:
+        """Keep the whole of labelled arrays under ``name``, and note that all parts are done."""
+        self._write(self.folder / f"{name}.zarr", lambda folder: to_zarr(data, folder))
+        self.finished()
+
+    def finish_rows(self, rows: pa.Table) -> None:
+        """Keep the whole as rows.parquet and rows.csv, and note that all parts are done."""
+        self._write(self.folder / "rows.parquet", lambda file: pa_parquet.write_table(rows, file))
+        self._write(self.folder / "rows.csv", lambda file: pa_csv.write_csv(rows, file))
+        self.finished()
 
     def finished(self) -> None:
         """Note that all parts are done."""
@@ -127,29 +150,27 @@ class Results:
             self.manifest["finished"] = _now()
             self._write_manifest(self.manifest, replace=True)
 
-    def finish(self, count: int) -> pa.Table:
-        """Put parts 0 .. count - 1 together as rows.parquet and rows.csv."""
-        rows = pa.concat_tables([self.part(index) for index in range(count)])
-        self._write(self.folder / "rows.parquet", lambda file: pa_parquet.write_table(rows, file))
-        self._write(self.folder / "rows.csv", lambda file: pa_csv.write_csv(rows, file))
-        self.finished()
-        return rows
-
     def _remove_leftovers(self) -> None:
         """Half-written files of runs that were killed; those of a live process, or of another host, are their own."""
-        for folder in (self.folder, self.folder / "parts"):
+        for folder in (self.folder, *(self.folder / name for name in FOLDERS)):
             for file in folder.iterdir():
                 named = PARTIAL.fullmatch(file.name)
                 if named and named["host"] in (None, host()) and not _is_alive(int(named["pid"] or named["old_pid"])):
                     _remove(file)
 
-    def _part_file(self, index: int) -> Path:
-        return self.folder / "parts" / f"{index:04d}.parquet"
+    def _plan_file(self, number: int) -> Path:
+        return self.folder / "plans" / f"{number:04d}.json"
+
+    def _rows_file(self, part: str) -> Path:
+        return self.folder / "parts" / f"{part}.parquet"
+
+    def _arrays_file(self, part: str) -> Path:
+        return self.folder / "parts" / f"{part}.zarr"
 
     def _read_manifest(self, configuration: dict[str, Any]) -> dict[str, Any]:
         try:
             manifest = parse(self._manifest.read_bytes())
-            found, _ = dict(manifest["configuration"]), manifest["plan"]
+            found = dict(manifest["configuration"])
         except (ValueError, KeyError, TypeError):
             raise ResultsError(f"{self._manifest} is no manifest of a run; choose another folder") from None
         if found != configuration:
@@ -161,9 +182,9 @@ class Results:
 
     def _refuse_foreign_files(self) -> None:
         """A folder without a manifest must be empty, but for what a run killed at its very start leaves."""
-        others = [p.name for p in self.folder.iterdir() if p.name != "parts" and not PARTIAL.fullmatch(p.name)]
-        if (self.folder / "parts").exists():
-            others += [p.name for p in (self.folder / "parts").iterdir() if not PARTIAL.fullmatch(p.name)]
+        others = [p.name for p in self.folder.iterdir() if p.name not in FOLDERS and not PARTIAL.fullmatch(p.name)]
+        for folder in (self.folder / name for name in FOLDERS):
+            others += [p.name for p in folder.iterdir() if not PARTIAL.fullmatch(p.name)] if folder.exists() else []
         if others and not self._manifest.exists():  # which another process may have written by now
             raise ResultsError(f"{self.folder} is not empty and has no manifest.json; choose another folder")
 
@@ -190,6 +211,14 @@ def finished_rows(folder: Path) -> pa.Table | None:
         ResultsError: the file cannot be read.
     """
     return _read_rows(folder / "rows.parquet")
+
+
+def _read_arrays(folder: Path) -> xr.Dataset:
+    try:
+        with xr.open_zarr(folder, consolidated=False) as stored:
+            return stored.load().drop_encoding()  # of which the length of names would cut those of others
+    except Exception as error:  # of whatever kind, from a chunk that does not unpack to a group that is none
+        raise ResultsError(f"{folder} cannot be read ({error}); remove it, and the same command makes it anew") from None
 
 
 def _read_rows(file: Path) -> pa.Table | None:
@@ -300,11 +329,15 @@ def _is_alive(pid: int) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """Versions and device, which decide the last digits of a result."""
+    """Versions and the kind of device, which decide the last digits of a result."""
     device = jax.devices()[0]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    where = {"device": f"{device.platform} {device.device_kind}", "cores": str(os.cpu_count())}
-    return versions | {"python": platform.python_version()} | where
+    return versions | {"python": platform.python_version(), "device": f"{device.platform} {device.device_kind}"}
+
+
+def where() -> dict[str, Any]:
+    """Where a run was begun; a run elsewhere is the same one."""
+    return {"host": socket.gethostname(), "cores": os.cpu_count()}
 
 
 def commit() -> str | None:

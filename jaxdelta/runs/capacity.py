@@ -11,7 +11,9 @@ from flax import nnx
 
 from jaxdelta.models import build
 from jaxdelta.models.config import DecoderConfig
-from jaxdelta.runs.segments import LOGITS_AT_ONCE
+from jaxdelta.nn.attention import QUERY_BLOCK
+from jaxdelta.nn.head import LOGITS_AT_ONCE
+from jaxdelta.ops.delta_rule import CHUNK_SIZE
 
 SHARE = 0.7  # of the device's memory; the rest is for fragmentation and for what the estimate does not see
 
@@ -50,8 +52,10 @@ def run_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: i
     c, size = config, jnp.dtype(dtype).itemsize
     states = len(c.linear_layers) * c.num_value_heads * c.key_dim * c.value_dim * 4
     mlp = segment * (3 * c.mlp_width + 2 * c.width) * size
-    mixer = segment * (2 * c.conv_channels * size + 4 * (c.conv_channels + 6 * 64 * c.num_householder * c.num_value_heads))
-    attention = 8 * min(segment, 512) * c.num_query_heads * max_length if "attention" in c.layer_kinds else 0
+    mixer = segment * (
+        2 * c.conv_channels * size + 4 * (c.conv_channels + 6 * CHUNK_SIZE * c.num_householder * c.num_value_heads)
+    )
+    attention = 8 * min(segment, QUERY_BLOCK) * c.num_query_heads * max_length if "attention" in c.layer_kinds else 0
     return RunMemory(
         parameters=_bytes(nnx.state(model)),
         row_carry=_bytes(carry) + 2 * states,
@@ -70,7 +74,7 @@ def reverse_fits(config: DecoderConfig, *, dtype: str, segment: int, max_length:
     kept, rest = reverse_memory(config, dtype=dtype, segment=segment, max_length=max_length, cotangents=cotangents)
     if kept + rest <= limit:
         return False
-    on_host = jax.default_backend() != "cpu"  # a CPU's memory is the host's
+    on_host = has_own_memory()
     if on_host and rest <= limit:
         return True
 
@@ -103,7 +107,7 @@ def reverse_memory(config: DecoderConfig, *, dtype: str, segment: int, max_lengt
     """
     run = run_memory(config, dtype=dtype, segment=segment, max_length=max_length)
     c, size = config, jnp.dtype(dtype).itemsize
-    H, K, V, C = c.num_value_heads, c.key_dim, c.value_dim, 64 * c.num_householder
+    H, K, V, C = c.num_value_heads, c.key_dim, c.value_dim, CHUNK_SIZE * c.num_householder
     linear, attention = len(c.linear_layers), c.num_layers - len(c.linear_layers)
     states = linear * H * K * V * 4
     tails = linear * (c.conv_width - 1) * c.conv_channels * size
@@ -119,7 +123,13 @@ def reverse_memory(config: DecoderConfig, *, dtype: str, segment: int, max_lengt
     count = -(-max_length // segment)
     kept = count * (states + tails)
     wide_cache = cache * 4 // size
-    rest = run.parameters + cache + (1 + 2 * cotangents) * wide_cache + segment * token + min(segment, 512) * scores * 5
+    rest = (
+        run.parameters
+        + cache
+        + (1 + 2 * cotangents) * wide_cache
+        + segment * token
+        + min(segment, QUERY_BLOCK) * scores * 5
+    )
     return kept, rest + 3 * run.logits + 3 * cotangents * states
 
 
@@ -141,16 +151,24 @@ def rows_that_fit(memory: RunMemory, rows: int) -> int:
     return -(-rows // batches)
 
 
+def has_own_memory() -> bool:
+    """Whether the default device has memory of its own; a CPU's is the host's."""
+    return "bytes_limit" in _stats()
+
+
 def device_memory() -> int:
     """Bytes of the default device; for a CPU those of the machine, or of the container where it has fewer."""
-    stats = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"]
+    if has_own_memory():
+        return _stats()["bytes_limit"]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):
         return machine
+
+
+def _stats() -> dict[str, int]:
+    return jax.devices()[0].memory_stats() or {}
 
 
 def gib(size: int) -> str:

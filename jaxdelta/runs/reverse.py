@@ -6,7 +6,7 @@ Backward, each segment is run again from its carry and pulled back, the last fir
 Fisher samples) share that run. A ``scan`` over segments would keep a copy of the cache a step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,74 +14,69 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from jaxdelta.dims import Tokens, first
+from jaxdelta.dims import first
+from jaxdelta.models.carry import Caches, Carry, Recurrent, join, split, stacked, with_states
 from jaxdelta.models.config import DecoderConfig
-from jaxdelta.models.decoder import Carry, Decoder, states, with_states
-from jaxdelta.nn.attention import AttentionCarry
-from jaxdelta.nn.mixer import LinearCarry, LinearProbe
+from jaxdelta.models.decoder import Decoder
 from jaxdelta.runs.interventions import Intervention, started
-from jaxdelta.runs.segments import NonFiniteError, init_carry, rebuilt
-
-
-class Recurrent(NamedTuple):
-    """The part of a carry that is kept for every segment.
-
-    Attributes:
-        S: f32 [L, B, H, K, V], all linear layers.
-        tails: of each linear layer the conv tail, [B, W-1, E].
-        position: Int[B].
-    """
-
-    S: Array
-    tails: tuple[Array, ...]
-    position: Array
-
-
-class Start(NamedTuple):
-    """What is kept of one segment's start.
-
-    Attributes:
-        recurrent: the carry that the segment reads.
-        arriving: S before the intervention at this boundary; None where there was none.
-        memory: of the intervention before this boundary.
-    """
-
-    recurrent: Recurrent
-    arriving: Array | None
-    memory: Any
+from jaxdelta.runs.observers import Edit, HiddenStates, Named, added, multiplied, split_edits
+from jaxdelta.runs.segments import (
+    REMEDY,
+    NonFiniteError,
+    Part,
+    Program,
+    Start,
+    Text,
+    advance,
+    check_segment,
+    init_carry,
+    iterate,
+    rebuilt,
+)
 
 
 class Tape(NamedTuple):
     """A recorded run.
 
     Attributes:
+        config: of the model.
+        text: that was run.
         starts: one for each segment.
         caches: of each attention layer the key/value cache of all segments but the last.
-        tokens: Int[B, count * segment + 1].
-        lengths: Int[B].
-        segment: tokens a segment.
         intervention: with all that shapes the compiled program settled; None where there is none.
+        edits: of every segment.
     """
 
+    config: DecoderConfig
+    text: Text
     starts: list[Start]
-    caches: tuple[AttentionCarry, ...]
-    tokens: np.ndarray
-    lengths: np.ndarray
-    segment: int
+    caches: Caches
     intervention: Intervention | None
+    edits: tuple[Edit, ...]
 
-    @property
-    def count(self) -> int:
-        """Segments of the longest text."""
-        return -(-int(self.lengths.max()) // self.segment)
+    def segment_at(self, boundary: int) -> int:
+        """The segment that begins at a boundary, given in tokens seen (0: the text's own start).
 
-    def part(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens of a segment and what follows each, Int[B segment], and how many of each row are text, Int[B]."""
-        begin, end = index * self.segment, (index + 1) * self.segment
-        text = np.clip(self.lengths - begin, 0, self.segment).astype(np.int32)
-        return self.tokens[:, begin:end], self.tokens[:, begin + 1 : end + 1], text
+        Raises:
+            ValueError: the text has no boundary there.
+        """
+        size, count = self.text.segment, self.text.count
+        index, rest = divmod(boundary, size)
+        if rest or not 0 <= index < count:
+            found = f"every {size} tokens to {size * (count - 1)}"
+            raise ValueError(f"boundary is {boundary}, in tokens seen; the text has boundaries {found}")
+        return index
+
+    def arriving(self, index: int) -> Carry:
+        """The carry that arrives at the boundary before a segment, where there is an intervention."""
+        start = self.starts[index]
+        return with_states(join(self.config, start.recurrent, self.caches), list(start.arriving))
+
+    def states_at(self, boundary: int) -> Float[Array, "L B H K V"]:
+        """The states that the segment after a boundary reads; ValueError where the text has none there."""
+        return jnp.asarray(self.starts[self.segment_at(boundary)].recurrent.S)
 
 
 @runtime_checkable
@@ -119,48 +114,67 @@ class Pulled(NamedTuple):
     inputs: Array
 
 
+class Cotangents(NamedTuple):
+    """Derivatives with respect to what a segment hands on beside its states; leaves have a leading R.
+
+    Attributes:
+        tails: of each linear layer.
+        caches: of each attention layer, in f32 or wider.
+    """
+
+    tails: tuple[Array, ...]
+    caches: Any
+
+
 def record(
     model: Decoder,
-    tokens: np.ndarray,
+    text: Text,
+    carry: Carry | None = None,
     *,
-    lengths: np.ndarray,
-    segment: int,
     intervention: Intervention | None = None,
+    edits: Sequence[Edit] = (),
     max_length: int | None = None,
     on_host: bool = False,
-    after_segment: Callable[[int], None] = lambda index: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tape:
-    """Run texts [B, N] and keep what reverse mode needs; arguments as in :func:`jaxdelta.runs.segments.run`.
+    """Run a text and keep what reverse mode needs; arguments as of :func:`jaxdelta.runs.segments.iterate`.
 
     ``on_host`` moves the kept states to the host's memory. Texts of one ``max_length`` share a compiled program.
 
     Raises:
-        NonFiniteError: a NaN or an infinity in a state, with its layer, head and boundary.
+        NonFiniteError: a NaN or an infinity in a state, with its layer, head and segment.
     """
-    B, N = tokens.shape
-    count = -(-int(lengths.max()) // segment)
-    tokens = np.pad(tokens.astype(np.int32), ((0, 0), (0, max(0, count * segment + 1 - N))))[:, : count * segment + 1]
-    params = nnx.state(model)
-    recurrent, caches = split(init_carry(model, B, max(max_length or 0, count * segment)))
-    memory = None
-    if intervention is not None:
-        boundaries = range(segment, segment * count, segment)
-        intervention, memory = started(intervention, join(model.config, recurrent, caches), boundaries)
-    tape = Tape([], caches, tokens, lengths, segment, intervention)
-    for index in range(count):
-        arriving, before = None, memory
-        if index and intervention is not None:
-            arriving = recurrent.S
-            S, memory = _cut(intervention, model.config, recurrent, caches, memory)
-            recurrent = recurrent._replace(S=S)
-        start = Start(recurrent, arriving, before)
-        tape.starts.append(jax.device_get(start) if on_host else start)
-        if index + 1 < count:  # what the last segment gives is found when it is pulled back
-            here, _, text = tape.part(index)
-            recurrent, caches, finite = _advance(model.config, params, recurrent, caches, here, text)
-            _check_run(model.config, np.asarray(finite), recurrent.S, index, segment)
-        after_segment(index)
-    return tape._replace(caches=caches)
+    if carry is None:
+        carry = init_carry(model, len(text.lengths), max(max_length or 0, text.count * text.segment))
+    if intervention is not None:  # settled here, so that the loop and the way back share its program
+        intervention = started(intervention, carry, text.boundaries)
+    starts = []
+    for step in iterate(model, text, carry, intervention=intervention, edits=edits, last=False, progress=progress):
+        starts.append(jax.device_get(step.start) if on_host else step.start)
+        carry = step.carry
+    settled = None if intervention is None else intervention.intervention
+    return Tape(model.config, text, starts, split(carry)[1], settled, tuple(edits))
+
+
+def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> tuple[Text, Carry]:
+    """The rest of a recorded text from the start of segment ``index``, in X worlds whose states there are ``S``.
+
+    The finished cache serves every world: what lies beyond a segment is masked, and worlds write their own places anew.
+
+    Raises:
+        ValueError: the tape holds several texts, or an intervention, whose memory at that boundary is one world's.
+    """
+    text = tape.text
+    if len(text.lengths) != 1 or tape.intervention is not None:
+        raise ValueError("worlds branch off from one text without an intervention")
+    worlds, at, begin = S.shape[1], tape.starts[index].recurrent, index * text.segment
+
+    def repeated(x):
+        return jnp.repeat(jnp.asarray(x), worlds, axis=0)
+
+    recurrent = Recurrent(S, tuple(repeated(t) for t in at.tails), repeated(at.position))
+    rest = Text(np.repeat(text.tokens[:, begin:], worlds, axis=0), np.repeat(text.lengths - begin, worlds), text.segment)
+    return rest, join(tape.config, recurrent, jax.tree.map(repeated, tape.caches))
 
 
 def pull_back(
@@ -175,170 +189,138 @@ def pull_back(
     """Derivatives of R = ``cotangents`` sums over tokens, segment by segment, the last first.
 
     ``inputs(index)`` gives the arrays that ``objective`` takes in that segment. ``frozen_basis`` takes the directions that
-    a truncation keeps for constants, which leaves out how they turn.
+    a truncation keeps as constants, which leaves out how they turn.
 
     Raises:
+        ValueError: the intervention changes more of the carry than the states, through which alone derivatives go.
         NonFiniteError: a NaN or an infinity in a derivative, with its layer, head and boundary.
     """
-    config, params, R = model.config, nnx.state(model), cotangents
-    like = tape.starts[0].recurrent
-    state = jnp.zeros((R, *like.S.shape), like.S.dtype)
-    tails = tuple(jnp.zeros((R, *t.shape), t.dtype) for t in like.tails)
-    wide = like.S.dtype
-    caches = jax.tree.map(lambda c: jnp.zeros((R, *c.shape), wide), tape.caches)
-    for index in reversed(range(len(tape.starts))):
-        start, (here, _, text) = tape.starts[index], tape.part(index)
-        values, finite, layer_inputs, state, tails, caches, probes = _pull_segment(
-            config, objective, params, start.recurrent, tape.caches, here, text, inputs(index), state, tails, caches
+    config, params = model.config, nnx.state(model)
+    program, probes = _program(model, tape)
+    own = split_edits(tape.edits)[1]
+    state, into = _no_cotangents(tape, cotangents)
+    for index in reversed(range(tape.text.count)):
+        start, part = tape.starts[index], tape.text.part(index)
+        found, finite, state, into, pulled = _pull_segment(
+            program, objective, params, start.recurrent, tape.caches, part, own, probes, inputs(index), state, into
         )
-        _check_run(config, np.asarray(finite[0]), finite[1], index, tape.segment)
-        check_finite(config, np.asarray(jnp.isfinite(state).all(axis=(0, -2, -1))), "the derivative", index * tape.segment)
-        yield Pulled(index, values, state, *probes, layer_inputs)
+        check_segment(config, tape.text, index, np.asarray(finite[0]), finite[1])
+        _check_derivative(config, np.asarray(jnp.isfinite(state).all(axis=(0, -2, -1))), index * tape.text.segment)
+        yield Pulled(index, *found[:1], state, *pulled, found[1])
         if start.arriving is not None:
             state = _pull_cut(tape.intervention, config, start, tape.caches, state, frozen_basis)
 
 
-def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> Tape:
-    """The rest of a recorded text from the start of segment ``index``, in X worlds whose states there are ``S``.
-
-    The finished cache serves every world: what lies beyond a segment is masked, and worlds write their own places anew.
-    Only the first start is filled in; :func:`extend` runs the rest, once: it gives the caches away.
-
-    Raises:
-        ValueError: the tape holds several texts, or an intervention, whose memory at that boundary is one world's.
-    """
-    if len(tape.lengths) != 1 or tape.intervention is not None:
-        raise ValueError("worlds branch off from one text without an intervention")
-    worlds, at = S.shape[1], tape.starts[index].recurrent
-
-    def repeated(x):
-        return jnp.repeat(jnp.asarray(x), worlds, axis=0)
-
-    recurrent = Recurrent(S, tuple(repeated(t) for t in at.tails), repeated(at.position))
-    return Tape(
-        [Start(recurrent, None, None)],
-        jax.tree.map(repeated, tape.caches),
-        np.repeat(tape.tokens[:, index * tape.segment :], worlds, axis=0),
-        np.repeat(tape.lengths - index * tape.segment, worlds),
-        tape.segment,
-        None,
-    )
+def _no_cotangents(tape: Tape, R: int) -> tuple[Array, Cotangents]:
+    """Of the end of a text."""
+    like = tape.starts[0].recurrent
+    state = jnp.zeros((R, *like.S.shape), like.S.dtype)
+    tails = tuple(jnp.zeros((R, *t.shape), t.dtype) for t in like.tails)
+    return state, Cotangents(tails, jax.tree.map(lambda c: jnp.zeros((R, *c.shape), like.S.dtype), tape.caches))
 
 
-def extend(model: Decoder, tape: Tape) -> Tape:
-    """A branched tape with the starts of all its segments."""
-    params, starts, caches = nnx.state(model), list(tape.starts), tape.caches
-    for index in range(tape.count - 1):
-        here, _, text = tape.part(index)
-        recurrent, caches, _ = _advance(model.config, params, starts[-1].recurrent, caches, here, text)
-        starts.append(Start(recurrent, None, None))
-    return tape._replace(starts=starts, caches=caches)
+def _program(model: Decoder, tape: Tape) -> tuple[Program, tuple[Array, ...]]:
+    """The recorded program with probes beside its edits: edits that change nothing, with respect to whose values
+    derivatives are taken, of beta, g, heads and outputs."""
+    B, T, wide = len(tape.text.lengths), tape.text.segment, jnp.promote_types(model.dtype, jnp.float32)
+    edits, values = [], []
+    for layer in model.config.linear_layers:
+        H, n = model.config.num_value_heads, model.config.num_householder
+        edits += [
+            Edit("beta", added, layer),
+            Edit("g", added, layer),
+            Edit("head_output", multiplied, layer),  # after its norm, which would cancel the factor
+            Edit("mixer_output", added, layer),
+        ]
+        gates = (jnp.zeros((B, T * steps, H), wide) for steps in (n, 1))
+        values += [*gates, jnp.ones((B, 1, H, 1), wide), jnp.zeros((B, T, model.config.width), wide)]
+    observers = HiddenStates(), Named(("mixer_input",), model.config.linear_layers)
+    edits = *split_edits(tape.edits)[0], *edits
+    return Program(model.config, model.implementation, observers, edits), tuple(values)
 
 
-def split(carry: Carry) -> tuple[Recurrent, tuple[AttentionCarry, ...]]:
-    """The recurrent part of a carry, and the key/value caches."""
-    tails = tuple(layer.tail for layer in carry.layers if isinstance(layer, LinearCarry))
-    caches = tuple(layer for layer in carry.layers if isinstance(layer, AttentionCarry))
-    return Recurrent(jnp.stack(states(carry)), tails, carry.position), caches
-
-
-def join(config: DecoderConfig, recurrent: Recurrent, caches: tuple[AttentionCarry, ...]) -> Carry:
-    """The carry of both parts."""
-    linear = iter([LinearCarry(S, tail) for S, tail in zip(recurrent.S, recurrent.tails, strict=True)])
-    attention = iter(caches)
-    layers = tuple(next(linear) if kind == "linear" else next(attention) for kind in config.layer_kinds)
-    return Carry(layers, recurrent.position)
-
-
-def _check_run(config: DecoderConfig, finite: np.ndarray, S: Array, index: int, segment: int) -> None:
-    """Raise NonFiniteError for a segment whose residual stream or states, ``finite`` Bool[layers + 1 B], broke."""
-    if finite.all():
-        return
-    place, row = (int(i[0]) for i in np.nonzero(~finite))
-    if place and config.layer_kinds[place - 1] == "linear":
-        heads = np.ones(S.shape[:3], bool)
-        layer = config.linear_layers.index(place - 1)
-        heads[layer] = np.asarray(jnp.isfinite(S[layer]).all(axis=(-2, -1)))
-        check_finite(config, heads, "the state", (index + 1) * segment)
-    after = f"layer {place - 1} ({config.layer_kinds[place - 1]})" if place else "the embedding"
-    raise NonFiniteError(
-        f"NaN or infinity first after {after}, in row {row}, tokens {index * segment} to {(index + 1) * segment - 1}; "
-        "look for broken weights there, or run in float32",
-        row,
-    )
-
-
-def check_finite(config: DecoderConfig, finite: np.ndarray, what: str, boundary: int) -> None:
-    """Raise NonFiniteError where an entry of ``finite``, Bool[L B H], is False; ``boundary`` in tokens seen."""
+def _check_derivative(config: DecoderConfig, finite: Bool[np.ndarray, "L B H"], boundary: int) -> None:
+    """Raise NonFiniteError where an entry of ``finite`` is False; ``boundary`` in tokens seen."""
     if not finite.all():
         layer, row, head = (int(i[0]) for i in np.nonzero(~finite))
         where = f"after {boundary} tokens" if boundary else "at the start of the text"
         raise NonFiniteError(
-            f"NaN or infinity in {what} of layer {config.linear_layers[layer]}, head {head}, {where}, in row {row}; "
-            "look for broken weights there, or run in float32",
+            f"NaN or infinity in the derivative of layer {config.linear_layers[layer]}, head {head}, {where}, "
+            f"in row {row}; {REMEDY}",
             row,
         )
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _advance(config, params, recurrent: Recurrent, caches, tokens: Tokens, length: Int[Array, " B"]):
-    out = rebuilt(config, params)(tokens, join(config, recurrent, caches), length)
-    return *split(out.carry), out.finite
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _cut(intervention, config, recurrent, caches, memory):
-    carry, memory, _ = intervention(join(config, recurrent, caches), memory)
-    return jnp.stack(states(carry)), memory
-
-
 @partial(jax.jit, static_argnums=(0, 1, 5))
-def _pull_cut(intervention, config, start: Start, caches, state, frozen_basis: bool):
+def _pull_cut(intervention, config, start: Start, caches: Caches, state: Array, frozen_basis: bool):
     carry = join(config, start.recurrent, caches)
 
     def cut(S):
-        if frozen_basis:
-            return intervention.frozen(S, start.memory)
-        return jnp.stack(states(intervention(with_states(carry, list(S)), start.memory)[0]))
+        before = with_states(carry, list(S))
+        change = intervention.frozen if frozen_basis else lambda *x: intervention(*x)[0]
+        after = change(before, start.memory)
+        kept = [a is b for a, b in zip(_but_states(before), _but_states(after), strict=True)]
+        if not all(kept):
+            raise ValueError(
+                f"{type(intervention).__name__} changes more of the carry than the states, through which derivatives go"
+            )
+        return stacked(after)
 
     return jax.vmap(jax.vjp(cut, start.arriving)[1])(state)[0]
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(9, 10))
-def _pull_segment(config, objective, params, recurrent, caches, tokens, length, inputs, state, tails, cache_sums):
-    model = rebuilt(config, params)
-    B, T = tokens.shape
+def _but_states(carry: Carry) -> list[Array]:
+    recurrent, caches = split(carry)
+    return jax.tree.leaves((recurrent.tails, recurrent.position, caches))
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=10)
+def _pull_segment(
+    program: Program,
+    objective: Objective,
+    params: Any,
+    recurrent: Recurrent,
+    caches: Caches,
+    part: Part,
+    own: tuple[Any, ...],
+    probes: tuple[Array, ...],
+    inputs: Any,
+    state: Array,
+    into: Cotangents,
+):
+    """Values and what layers read; finiteness and states; cotangents of what the segment reads; and those of the probes."""
+    model = rebuilt(program.config, program.implementation, params)
+    T = part.tokens.shape[1]
     begin = jnp.max(recurrent.position)  # of every row whose text goes on
-    is_text = first(length, T)
+    is_text = first(part.length, T)
 
     def written(cache: Array) -> Array:
         """The places that this segment wrote."""
         return jax.lax.dynamic_slice_in_dim(cache, begin, T, axis=1)
 
     def run(S, tails, caches, probes):
-        out = model(tokens, join(config, Recurrent(S, tails, recurrent.position), caches), length, probes)
-        following, caches = split(out.carry)
-        return (out.hidden, following.S, following.tails, jax.tree.map(written, caches)), (out.inputs, out.finite)
+        before = Recurrent(S, tails, recurrent.position)
+        (hidden, seen), after, caches, finite = advance(program, params, before, caches, part, (*own, *probes))
+        return (hidden, after.S, after.tails, jax.tree.map(written, caches)), (seen["mixer_input"], finite)
 
-    probes = model.probes(B, T)
-    (hidden, S, *_), pull, (layer_inputs, finite) = jax.vjp(run, recurrent.S, recurrent.tails, caches, probes, has_aux=True)
+    (hidden, S, *_), pull, (read, finite) = jax.vjp(run, recurrent.S, recurrent.tails, caches, probes, has_aux=True)
     values, into_hidden = objective(model, hidden, inputs)
 
-    def pulled(into_hidden, state, tails, cache_sums):
+    def pulled(into_hidden, state, into: Cotangents):
         # Later segments' reads of what this one wrote; what it reads of earlier places is added, in f32 or wider.
         into_written = jax.tree.map(
             lambda total, cache: jnp.where(is_text[..., None, None], written(total), 0).astype(cache.dtype),
-            cache_sums,
+            into.caches,
             caches,
         )
-        state, tails, read, probes = pull((into_hidden.astype(hidden.dtype), state, tails, into_written))
-        cache_sums = jax.tree.map(lambda total, new: total + new.astype(total.dtype), cache_sums, read)
-        linear = [p for p in probes if p is not None]
-        return state, tails, cache_sums, LinearProbe(*(jnp.stack(x) for x in zip(*linear, strict=True)))
+        state, tails, of_caches, of_probes = pull((into_hidden.astype(hidden.dtype), state, into.tails, into_written))
+        sums = jax.tree.map(lambda total, new: total + new.astype(total.dtype), into.caches, of_caches)
+        beta, g, output, residual = (jnp.stack(of_probes[i::4]) for i in range(4))
+        return state, Cotangents(tails, sums), (beta, g, output[:, :, 0, :, 0], residual)
 
-    cotangents = (into_hidden, state, tails, cache_sums)
     if len(into_hidden) == 1:  # a loop of one turn costs a tenth more
-        *following, probes = jax.tree.map(lambda x: x[None], pulled(*jax.tree.map(lambda x: x[0], cotangents)))
+        one = pulled(*jax.tree.map(lambda x: x[0], (into_hidden, state, into)))
+        state, into, (*gates, residual) = jax.tree.map(lambda x: x[None], one)
     else:
-        *following, probes = jax.lax.map(lambda one: pulled(*one), cotangents)
-    return values, (finite, S), jnp.stack(layer_inputs), *following, probes._replace(residual=probes.residual[0])
+        state, into, (*gates, residual) = jax.lax.map(lambda one: pulled(*one), (into_hidden, state, into))
+    return (values, read), (finite, S), state, into, (*gates, residual[0])

@@ -13,13 +13,12 @@ from flax import nnx
 import jaxdelta as jd
 from jaxdelta.analysis.sensitivity.ablation import _losses
 from jaxdelta.analysis.sensitivity.objectives import objective_of
-from jaxdelta.models.decoder import with_states
-from jaxdelta.nn.mixer import LinearProbe
+from jaxdelta.models.carry import with_states
 from jaxdelta.runs import reverse
 from jaxdelta.runs.interventions import Intervention
-from jaxdelta.runs.reverse import branch, extend, pull_back, record
+from jaxdelta.runs.reverse import branch, pull_back, record
 from tests import plain
-from tests.plain import EPS, SEGMENT
+from tests.plain import EPS, SEGMENT, recorded
 
 LENGTHS = np.array([23, 12])  # five segments and three, whose last hold three tokens and two
 COUNT, R = 5, 3
@@ -42,11 +41,20 @@ class Readouts:
         return jnp.sum(hidden * inputs[0], axis=-1), inputs
 
 
+class Probe(NamedTuple):
+    """Added to beta and g; a factor on heads' outputs; added to what a layer gives."""
+
+    beta: jax.Array
+    g: jax.Array
+    output: jax.Array
+    residual: jax.Array
+
+
 class Pushes(NamedTuple):
     """What every segment is pushed by: its state, and the probes; leaves [segments, L, B, ...]."""
 
     state: jax.Array
-    probe: LinearProbe
+    probe: Probe
 
 
 def coefficients(words: int) -> np.ndarray:
@@ -75,14 +83,14 @@ def alone(model, row: int, cotangent: int, **options) -> dict[str, np.ndarray]:
     """One row's text and one of its cotangents."""
     length = LENGTHS[row : row + 1]
     options = {"max_length": COUNT * SEGMENT} | options
-    tape = record(model, TOKENS[row : row + 1, : length[0]], lengths=length, segment=SEGMENT, **options)
+    tape = recorded(model, TOKENS[row : row + 1, : length[0]], lengths=length, **options)
     return pulled_back(model, tape, weights(model)[cotangent : cotangent + 1, row : row + 1])
 
 
 def zeros(model) -> Pushes:
     c, shape = model.config, (COUNT, len(model.config.linear_layers), len(LENGTHS))
     H = c.num_value_heads
-    probe = LinearProbe(
+    probe = Probe(
         np.zeros((*shape, SEGMENT * c.num_householder, H)),
         np.zeros((*shape, SEGMENT, H)),
         np.ones((*shape, H)),
@@ -100,9 +108,17 @@ def whole(graphdef, params, pushes: Pushes, w):
     def step(carry, part):
         tokens, length, push, w = part
         carry = with_states(carry, [S + d for S, d in zip(jd.states(carry), push.state, strict=True)])
-        probes = iter([jax.tree.map(lambda x, i=i: x[i], push.probe) for i in range(len(push.state))])
-        probes = tuple(next(probes) if kind == "linear" else None for kind in model.config.layer_kinds)
-        out = model(tokens, carry, length, probes)
+
+        def tap(name, layer, x):
+            if layer not in model.config.linear_layers:
+                return x
+            probe = jax.tree.map(lambda x: x[model.config.linear_layers.index(layer)], push.probe)
+            if name == "head_output":
+                return x * probe.output[:, None, :, None]
+            added = {"beta": probe.beta, "g": probe.g, "mixer_output": probe.residual}
+            return x + added[name] if name in added else x
+
+        out = model(tokens, carry, length, tap)
         return out.carry, jnp.sum(out.hidden * w)
 
     def by_segment(x):
@@ -120,7 +136,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def tape(model):
-    return record(model, TOKENS, lengths=LENGTHS, segment=SEGMENT)
+    return recorded(model, TOKENS, lengths=LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +232,7 @@ def net():
 @pytest.fixture(scope="module")
 def both(net):
     """Both rows and all cotangents at once."""
-    return pulled_back(net, record(net, TOKENS, lengths=LENGTHS, segment=SEGMENT), weights(net))
+    return pulled_back(net, recorded(net, TOKENS, lengths=LENGTHS), weights(net))
 
 
 @pytest.mark.parametrize(("row", "cotangent"), [(0, 0), (0, 2), (1, 0), (1, 1)])
@@ -229,7 +245,7 @@ def test_a_text_and_a_cotangent_are_those_of_a_batch_with_others(net, both, row,
 
 def test_states_kept_on_the_host_give_the_same(net):
     length = LENGTHS[:1]
-    tape = record(net, TOKENS[:1, : length[0]], lengths=length, segment=SEGMENT, on_host=True)
+    tape = recorded(net, TOKENS[:1, : length[0]], lengths=length, on_host=True)
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(tape.starts))
     here, there = alone(net, 0, 1), alone(net, 0, 1, on_host=True)
     assert all(np.array_equal(here[part], there[part]) for part in here)
@@ -253,12 +269,12 @@ def test_memory_of_a_segment_grows_with_the_cache_alone():
     net, (few, many) = plain.model(plain.PRODUCT), (COUNT * SEGMENT, 400)
 
     def temporary(places: int) -> int:
-        tape = record(net, TOKENS[:1, :SEGMENT], lengths=np.array([SEGMENT]), segment=SEGMENT, max_length=places)
-        at = tape.starts[0].recurrent
-        S, tails, sums = jax.tree.map(lambda x: x[None], (at.S, at.tails, tape.caches))
-        here, length, w = tape.tokens[:, :SEGMENT], np.array([SEGMENT], np.int32), of_segment(weights(net)[:1, :1], 0)
+        tape = recorded(net, TOKENS[:1, :SEGMENT], max_length=places)
+        (at, *_), w = tape.starts[0], of_segment(weights(net)[:1, :1], 0)
+        program, values = reverse._program(net, tape)
+        (state, into), part = reverse._no_cotangents(tape, 1), tape.text.part(0)
         lowered = reverse._pull_segment.lower(
-            net.config, Readouts(), nnx.state(net), at, tape.caches, here, length, w, S, tails, sums
+            program, Readouts(), nnx.state(net), at, tape.caches, part, (), values, w, state, into
         )
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
@@ -273,11 +289,11 @@ def test_memory_of_a_segment_grows_with_the_cache_alone():
 @pytest.mark.parametrize("index", [0, 1, 4])
 def test_branched_worlds_run_on_as_the_untouched_text(net, index):
     length = LENGTHS[:1]
-    tape = record(net, TOKENS[:1, : length[0]], lengths=length, segment=SEGMENT)
+    tape = recorded(net, TOKENS[:1, : length[0]], lengths=length)
     S = jnp.repeat(tape.starts[index].recurrent.S, 2, axis=1)
     losses = jd.run(net, TOKENS[:1, : length[0]], segment=SEGMENT).losses[0, index * SEGMENT :]
-    np.testing.assert_allclose(_losses(net, branch(tape, index, S), index), np.stack([losses] * 2), rtol=1e-10)
-    rest = extend(net, branch(tape, index, S))
+    np.testing.assert_allclose(_losses(net, *branch(tape, index, S)), np.stack([losses] * 2), rtol=1e-10)
+    rest = record(net, *branch(tape, index, S))
     assert len(rest.starts) == COUNT - index
     for start, expected in zip(rest.starts, tape.starts[index:], strict=True):
         for x, y in zip(jax.tree.leaves(start.recurrent), jax.tree.leaves(expected.recurrent), strict=True):
@@ -289,9 +305,9 @@ def test_branched_worlds_run_on_as_the_untouched_text(net, index):
 
 def test_a_changed_world_has_the_losses_of_its_states(net):
     text, index = TOKENS[0, : LENGTHS[0]], 2
-    tape = record(net, text[None], lengths=LENGTHS[:1], segment=SEGMENT)
+    tape = recorded(net, text[None], lengths=LENGTHS[:1])
     S = tape.starts[index].recurrent.S
-    found = _losses(net, branch(tape, index, jnp.concatenate([S, 0.3 * S], axis=1)), index)
+    found = _losses(net, *branch(tape, index, jnp.concatenate([S, 0.3 * S], axis=1)))
 
     def change(boundary, S):
         return S.at[:, 1].multiply(0.3) if boundary == index - 1 else S
@@ -303,8 +319,8 @@ def test_a_changed_world_has_the_losses_of_its_states(net):
 
 def test_worlds_branch_off_from_one_untouched_text_alone(net):
     for tape in (
-        record(net, TOKENS, lengths=LENGTHS, segment=SEGMENT),
-        record(net, TOKENS[:1], lengths=LENGTHS[:1], segment=SEGMENT, intervention=cut()),
+        recorded(net, TOKENS, lengths=LENGTHS),
+        recorded(net, TOKENS[:1], lengths=LENGTHS[:1], intervention=cut()),
     ):
         with pytest.raises(ValueError, match="one text without an intervention"):
             branch(tape, 1, tape.starts[1].recurrent.S)
@@ -352,7 +368,7 @@ class Pushed:
 def cut_text(net):
     """A text cut to rank 2 of 3 at every boundary, and the derivative of its mean loss, segment by segment."""
     text = TOKENS[:1, : LENGTHS[0]]
-    tape = record(net, text, lengths=LENGTHS[:1], segment=SEGMENT, intervention=cut())
+    tape = recorded(net, text, lengths=LENGTHS[:1], intervention=cut())
     objective, inputs = objective_of("next_token", tape, np.ones((1, text.shape[1] - 1), bool), 0, 0)
     return text, tape, list(pull_back(net, tape, objective, inputs, cotangents=1))[::-1]
 
@@ -411,8 +427,8 @@ def broken(layer: int, weight: str, rows):
 
 def test_broken_weights_of_a_head_are_named_with_layer_head_and_boundary():
     text = TOKENS[:1, : LENGTHS[0]]
-    with pytest.raises(jd.NonFiniteError, match="the state of layer 2, head 1, after 5 tokens, in row 0"):
-        record(broken(2, "in_b", 1), text, lengths=LENGTHS[:1], segment=SEGMENT)
+    with pytest.raises(jd.NonFiniteError, match=r"layer 2 \(linear\), in the state of head 1, in row 0, tokens 0 to 4"):
+        recorded(broken(2, "in_b", 1), text, lengths=LENGTHS[:1])
 
 
 def test_a_residual_stream_that_breaks_later_is_named_with_its_layer_row_and_tokens():
@@ -421,20 +437,20 @@ def test_a_residual_stream_that_breaks_later_is_named_with_its_layer_row_and_tok
     texts[1, 7] = 16
     model.embed[...] = model.embed[...].at[16].set(jnp.inf)
     with pytest.raises(jd.NonFiniteError, match="first after the embedding, in row 1, tokens 5 to 9") as error:
-        record(model, texts, lengths=LENGTHS, segment=SEGMENT)
+        recorded(model, texts, lengths=LENGTHS)
     assert error.value.row == 1
 
 
 def test_an_output_gate_that_breaks_is_named_with_its_layer():
     """It touches no state: the residual stream after the last linear layer is what breaks."""
     with pytest.raises(jd.NonFiniteError, match=r"first after layer 2 \(linear\), in row 0, tokens 0 to 4"):
-        record(broken(2, "in_z", 0), TOKENS[:1, : LENGTHS[0]], lengths=LENGTHS[:1], segment=SEGMENT)
+        recorded(broken(2, "in_z", 0), TOKENS[:1, : LENGTHS[0]], lengths=LENGTHS[:1])
 
 
 def test_derivatives_that_break_are_named_with_layer_head_and_boundary():
     """A cotangent that is infinite; all derivatives break, the last boundary's first."""
     model, text = plain.fresh(plain.QWEN), TOKENS[:1, : LENGTHS[0]]
-    tape = record(model, text, lengths=LENGTHS[:1], segment=SEGMENT)
+    tape = recorded(model, text, lengths=LENGTHS[:1])
     w = np.full_like(weights(model)[:1, :1], np.inf)
     with pytest.raises(jd.NonFiniteError, match="the derivative of layer 0, head 0, after 20 tokens, in row 0"):
         pulled_back(model, tape, w)

@@ -5,20 +5,21 @@ in the same compiled program; sums run in f64.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from jaxdelta.models.carry import Carry
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.directions import directions as singular_directions
-from jaxdelta.runs.reverse import Tape, branch, join, split
-from jaxdelta.runs.segments import rebuilt, token_losses
+from jaxdelta.runs.interventions.perturbations import Zero
+from jaxdelta.runs.observers import Edit, TokenLosses, multiplied
+from jaxdelta.runs.reverse import Tape, branch
+from jaxdelta.runs.segments import Text, iterate
 
 
 class Direction(NamedTuple):
@@ -79,14 +80,13 @@ def direction_effects(
     Returns:
         f64 [directions].
     """
-    index = segment_at(tape, boundary)
-    S = jnp.asarray(tape.starts[index].recurrent.S)
+    index, S = tape.segment_at(boundary), tape.states_at(boundary)
     found = []
     for part in _parts(directions, worlds):
         # The untouched world is the first row of every batch; short batches are filled up, so that one program serves all.
         padded = list(part) + [part[-1]] * (min(worlds, len(directions)) - len(part))
         batch = jnp.concatenate([S, without(model.config, S, padded)], axis=1)
-        losses = _losses(model, branch(tape, index, batch), index)
+        losses = _losses(model, *branch(tape, index, batch))
         found.append(_differences(losses, scored)[: len(part)])
     return np.concatenate(found)
 
@@ -103,30 +103,25 @@ def head_effects(
     Returns:
         f64 [heads].
     """
-    L, _, H = tape.starts[0].recurrent.S.shape[:3]
+    S = tape.states_at(0)
+    L, _, H = S.shape[:3]
     found = []
     for part in _parts(heads, worlds):
         padded = list(part) + [part[-1]] * (min(worlds, len(heads)) - len(part))
-        keep = np.ones((L, 1 + len(padded), H), np.float32)
+        lost = np.zeros((1 + len(padded), L, H), bool)
         for world, (layer, *head) in enumerate(padded):
-            keep[places(model.config, [(layer,)])[0][0], 1 + world, head if head else slice(None)] = 0
-        S = jnp.repeat(jnp.asarray(tape.starts[0].recurrent.S), keep.shape[1], axis=1)
-        losses = _losses(model, branch(tape, 0, S), 0, **{kind: keep})
+            lost[1 + world, places(model.config, [(layer,)])[0][0], head if head else slice(None)] = True
+        change = {"intervention": Zero(where=lost)} if kind == "state" else {"edits": without_outputs(model.config, lost)}
+        losses = _losses(model, *branch(tape, 0, jnp.repeat(S, len(lost), axis=1)), **change)
         found.append(_differences(losses, scored)[: len(part)])
     return np.concatenate(found)
 
 
-def segment_at(tape: Tape, boundary: int) -> int:
-    """The segment that begins at a boundary, given in tokens seen (0: a branched text's own start).
-
-    Raises:
-        ValueError: the text has no boundary there.
-    """
-    index, rest = divmod(boundary, tape.segment)
-    if rest or not 0 <= index < tape.count:
-        found = f"every {tape.segment} tokens to {tape.segment * (tape.count - 1)}"
-        raise ValueError(f"boundary is {boundary}, in tokens seen; the text has boundaries {found}")
-    return index
+def without_outputs(config: DecoderConfig, lost: Bool[np.ndarray, "B L H"]) -> tuple[Edit, ...]:
+    """Edits after which the heads ``lost`` of a row, by linear layer, give nothing."""
+    keep = np.where(lost, np.float32(0), np.float32(1)).transpose(1, 0, 2)[:, :, None, :, None]
+    layers = zip(config.linear_layers, keep, strict=True)
+    return tuple(Edit("head_output", multiplied, layer, values) for layer, values in layers)
 
 
 def _parts(items: Sequence, size: int) -> Iterator[Sequence]:
@@ -140,26 +135,8 @@ def _differences(losses: np.ndarray, scored: np.ndarray) -> np.ndarray:
     return ((losses[1:] - losses[:1]) * here).sum(axis=1, dtype=np.float64) / scored.sum()
 
 
-def _losses(model: Decoder, tape: Tape, first: int, *, output=None, state=None) -> np.ndarray:
-    """Losses f64 [X, N' - 1] of a branched tape; factors on heads' outputs and on their states at boundaries, [L X H]."""
-    params, (start,), caches = nnx.state(model), tape.starts, tape.caches
-    recurrent, worlds, L = start.recurrent, len(tape.lengths), start.recurrent.S.shape[0]
-    ones = np.ones((L, worlds, start.recurrent.S.shape[2]), np.float32)
-    output, state = (ones if x is None else x for x in (output, state))
-    found = []
-    for index in range(tape.count):
-        here, following, text = tape.part(index)
-        kept = state if first + index else ones
-        losses, recurrent, caches = _losing(model.config, params, recurrent, caches, here, following, text, output, kept)
-        found.append(np.asarray(losses, np.float64))
-    return np.concatenate(found, axis=1)[:, : tape.lengths[0] - 1]
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _losing(config, params, recurrent, caches, tokens, targets, length, output, state):
-    model = rebuilt(config, params)
-    recurrent = recurrent._replace(S=recurrent.S * state[..., None, None])
-    gates = iter(output)
-    probes = tuple(p and p._replace(output=next(gates)) for p in model.probes(*tokens.shape))
-    out = model(tokens, join(config, recurrent, caches), length, probes)
-    return token_losses(model, out.hidden, targets), *split(out.carry)
+def _losses(model: Decoder, text: Text, carry: Carry, **changes) -> np.ndarray:
+    """Losses f64 [X, N' - 1] of branched worlds under an intervention or edits."""
+    steps = iterate(model, text, carry, observers=(TokenLosses(),), **changes)
+    found = [np.asarray(step.observed[0], np.float64) for step in steps]
+    return np.concatenate(found, axis=1)[:, : text.lengths[0] - 1]

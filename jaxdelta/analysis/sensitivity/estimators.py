@@ -16,13 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdelta.analysis.sensitivity.ablation import Direction, direction_terms, places, segment_at, without
+from jaxdelta.analysis.sensitivity.ablation import Direction, direction_terms, places, without
 from jaxdelta.analysis.sensitivity.objectives import objective_of
 from jaxdelta.dims import HIGHEST, along_last
+from jaxdelta.models.carry import Recurrent
 from jaxdelta.models.decoder import Decoder
-from jaxdelta.nn.mixer import LinearCarry
-from jaxdelta.runs.reverse import Pulled, Recurrent, Tape, branch, extend, join, pull_back, split
-from jaxdelta.runs.segments import log_normalizer, over_words, rebuilt
+from jaxdelta.nn.head import log_normalizer, over_words
+from jaxdelta.nn.mixer import LinearCarry, Span
+from jaxdelta.runs.observers import HiddenStates
+from jaxdelta.runs.reverse import Pulled, Tape, branch, pull_back, record
+from jaxdelta.runs.segments import Program, advance, rebuilt
 
 
 def gauss_newton(
@@ -32,45 +35,44 @@ def gauss_newton(
 
     One forward-mode pass over the rest of the text a direction, all at once. ``scored`` is Bool[N - 1].
     """
-    params, segment = nnx.state(model), tape.segment
-    begin = segment_at(tape, boundary)
-    at = tape.starts[begin].recurrent
-    S = jnp.asarray(at.S)
+    params, segment = nnx.state(model), tape.text.segment
+    program = Program(model.config, model.implementation, (HiddenStates(),), ())
+    begin, S = tape.segment_at(boundary), tape.states_at(boundary)
+    tails = tape.starts[begin].recurrent.tails
     worlds = jnp.arange(len(directions))
     layer, head, _ = places(model.config, directions)
     terms = direction_terms(model.config, S, directions)
     dS = jnp.zeros((len(directions), *S.shape), S.dtype).at[worlds, layer, 0, head].set(-terms)
-    tangent = dS, *jax.tree.map(lambda x: jnp.zeros((len(directions), *x.shape), x.dtype), (at.tails, tape.caches))
-    recurrent, first, second = at, 0.0, 0.0
-    mask = np.zeros(len(tape.starts) * segment, bool)
+    tangent = dS, *jax.tree.map(lambda x: jnp.zeros((len(directions), *x.shape), x.dtype), (tails, tape.caches))
+    first, second = 0.0, 0.0
+    mask = np.zeros(tape.text.count * segment, bool)
     mask[: len(scored)] = scored[: len(mask)]
-    for index in range(begin, len(tape.starts)):
+    for index in range(begin, tape.text.count):
         part = slice(index * segment, (index + 1) * segment)
-        here, following, text = tape.part(index)
         recurrent = jax.tree.map(jnp.asarray, tape.starts[index].recurrent)
         tangent, linear, square = _pushed(
-            model.config, params, recurrent, tape.caches, here, following, text, mask[None, part], tangent
+            program, params, recurrent, tape.caches, tape.text.part(index), mask[None, part], tangent
         )
         first, second = first + np.asarray(linear, np.float64), second + np.asarray(square, np.float64)
     return first / scored.sum(), 0.5 * second / scored.sum()
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=8)
-def _pushed(config, params, recurrent, caches, tokens, targets, length, scored, tangent):
+@partial(jax.jit, static_argnums=0, donate_argnums=6)
+def _pushed(program, params, recurrent, caches, part, scored, tangent):
     """Tangents handed on, and of each the derivative of the summed loss and its Gauss-Newton form."""
-    model = rebuilt(config, params)
+    weight = rebuilt(program.config, program.implementation, params).head_weight
 
     def run(S, tails, caches):
-        out = model(tokens, join(config, Recurrent(S, tails, recurrent.position), caches), length)
-        following, caches = split(out.carry)
-        return out.hidden, following.S, following.tails, caches
+        before = Recurrent(S, tails, recurrent.position)
+        (hidden,), after, caches, _ = advance(program, params, before, caches, part, ())
+        return hidden, after.S, after.tails, caches
 
     def pushed(tangent):
         return jax.jvp(run, (recurrent.S, recurrent.tails, caches), tangent)
 
     (hidden, *_), (d_hidden, *following) = jax.vmap(pushed, out_axes=(None, 0))(tangent)
-    hidden_rows, weight = hidden[0], scored[0]
-    normalizer = log_normalizer(model, hidden)[0][:, None]
+    hidden_rows = hidden[0]
+    normalizer = log_normalizer(weight, hidden)[0][:, None]
 
     def add(sums, words):
         mean, square = sums
@@ -79,10 +81,10 @@ def _pushed(config, params, recurrent, caches, tokens, targets, length, scored, 
         return mean + jnp.einsum("ty,xty->xt", p, dz), square + jnp.einsum("ty,xty->xt", p, dz * dz)
 
     zeros = jnp.zeros(d_hidden.shape[:1] + d_hidden.shape[2:3], normalizer.dtype)
-    mean, square = over_words(model, len(hidden_rows) * len(zeros), add, (zeros, zeros))
-    target = jnp.einsum("xtd,td->xt", d_hidden[:, 0], model.head_weight[targets[0]], precision=HIGHEST)
+    mean, square = over_words(weight, len(hidden_rows) * len(zeros), add, (zeros, zeros))
+    target = jnp.einsum("xtd,td->xt", d_hidden[:, 0], weight[part.targets[0]], precision=HIGHEST)
     first, second = (
-        jnp.sum(jnp.where(along_last(weight, x), x, 0), axis=-1) for x in (mean - target, square - mean * mean)
+        jnp.sum(jnp.where(along_last(scored[0], x), x, 0), axis=-1) for x in (mean - target, square - mean * mean)
     )
     return tuple(following), first, second
 
@@ -102,8 +104,7 @@ def exact_local(
     found = np.zeros(len(directions))
     by_index = {p.index: p for p in pulled}
     layers, in_layer, _ = places(model.config, directions)
-    begin = segment_at(tape, boundary)
-    S = jnp.asarray(tape.starts[begin].recurrent.S)
+    begin, S = tape.segment_at(boundary), tape.states_at(boundary)
     terms = direction_terms(model.config, S, directions)
     for layer in np.unique(layers):
         chosen = np.flatnonzero(layers == layer)
@@ -111,20 +112,22 @@ def exact_local(
         whole = S[layer]
         changed = jnp.repeat(whole, len(chosen), axis=0).at[np.arange(len(chosen)), heads].add(-terms[chosen])
         states = jnp.concatenate([whole, changed])
-        for index in range(begin, len(tape.starts)):
+        for index in range(begin, tape.text.count):
             tail = jnp.asarray(tape.starts[index].recurrent.tails[layer])
-            part, (_, _, text) = by_index[index], tape.part(index)
+            part, length = by_index[index], tape.text.part(index).length
+            read, into_y = part.inputs[layer], part.residual[layer]
             states, effect = _local(
-                model.config, int(layer), nnx.state(model), states, tail, part.inputs[layer], part.residual[layer], text
+                model.config, model.implementation, int(layer), nnx.state(model), states, tail, read, into_y, length
             )
             found[chosen] += np.asarray(effect, np.float64)
     return found
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _local(config, layer, params, states, tail, x, into_y, length):
-    mixer = rebuilt(config, params).layers[config.linear_layers[layer]].mixer
-    y, carry = jax.vmap(lambda S: mixer(x, LinearCarry(S[None], tail), length))(states)
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _local(config, implementation, layer, params, states, tail, x, into_y, length):
+    mixer = rebuilt(config, implementation, params).layers[config.linear_layers[layer]].mixer
+    span = Span(jnp.zeros(x.shape[:2], jnp.int32), length, implementation)  # a linear layer asks for no positions
+    y, carry = jax.vmap(lambda S: mixer(x, LinearCarry(S[None], tail), span))(states)
     return carry.S[:, 0], jnp.einsum("xbtd,btd->x", (y[1:] - y[:1]).astype(into_y.dtype), into_y, precision=HIGHEST)
 
 
@@ -135,14 +138,13 @@ def integrated_gradients(
 
     Its difference from the measured effect is the completeness gap, which falls with ``steps``.
     """
-    begin = segment_at(tape, boundary)
-    S = jnp.asarray(tape.starts[begin].recurrent.S)
+    begin, S = tape.segment_at(boundary), tape.states_at(boundary)
     terms = direction_terms(model.config, S, directions)
     layer, head, _ = places(model.config, directions)
     worlds, total = np.arange(len(directions)), np.zeros(len(directions))
     for step in range(steps):
         world = without(model.config, S, directions, share=(step + 0.5) / steps)
-        rest = extend(model, branch(tape, begin, world))
+        rest = record(model, *branch(tape, begin, world))
         mask = np.repeat(scored[None, boundary:], len(directions), axis=0)
         objective, inputs = objective_of("next_token", rest, mask, 0, 0)
         *_, start = pull_back(model, rest, objective, inputs, cotangents=1)

@@ -21,7 +21,8 @@ It is the curvature of the mean loss in the Gauss-Newton sense. Sources: optimal
 gates of heads, Michel, Levy, Neubig, arXiv 1905.10650; Fisher masks, Kwon et al., arXiv 2204.09656.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,19 +31,20 @@ import jax.numpy as jnp
 import numpy as np
 import xarray as xr
 
+from jaxdelta.analysis.compare import padded_length
 from jaxdelta.analysis.labels import head_coordinates, labelled
-from jaxdelta.analysis.sensitivity.objectives import LogitDifference, Loss, objective_of
+from jaxdelta.analysis.sensitivity.objectives import LogitDifference, Loss, OfHidden, OfLogits, has_fisher, objective_of
 from jaxdelta.arguments import shown, whole_number
 from jaxdelta.dims import HIGHEST
-from jaxdelta.documents import Document, identity
+from jaxdelta.documents import Document
 from jaxdelta.models.decoder import Decoder, check_model
 from jaxdelta.ops.directions import below_rounding, gates
-from jaxdelta.ops.low_rank import has_gap
-from jaxdelta.results.folder import Results
+from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
 from jaxdelta.runs.capacity import reverse_fits
-from jaxdelta.runs.interventions import Intervention, Truncate, check_intervention, described, started
+from jaxdelta.runs.interventions import Intervention, check_intervention, described, started
+from jaxdelta.runs.observers import Edit
 from jaxdelta.runs.reverse import Pulled, Tape, pull_back, record
-from jaxdelta.runs.segments import NonFiniteError, check_tokens, num_boundaries
+from jaxdelta.runs.segments import NonFiniteError, check_tokens, num_boundaries, text_of
 
 GAUGE = (
     "gates of single directions inside a block of equal singular values depend on the basis; use tail_gate, tail_fisher. "
@@ -52,7 +54,7 @@ GAUGE = (
 
 def sensitivity(
     model: Decoder,
-    tokens: np.ndarray | Sequence[np.ndarray],
+    documents: Documents | np.ndarray,
     segment: int = 256,
     *,
     scored: np.ndarray | Sequence[np.ndarray] | None = None,
@@ -61,28 +63,30 @@ def sensitivity(
     seed: int = 0,
     intervention: Intervention | None = None,
     frozen_basis: bool = False,
+    edits: Sequence[Edit] = (),
     max_length: int | None = None,
     on_host: bool = False,
-    names: Sequence[str] | None = None,
-    after_segment: Callable[[int], None] = lambda index: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> xr.Dataset:
     """Derivatives of the loss with respect to every direction of every carried state, every beta, g and head.
 
     Args:
-        tokens: ids of one document, or of several, run together as rows of a batch.
+        documents: token ids of one, or several (texts, rows of ids, Documents, or a mapping from names), run together as
+            rows of a batch.
         segment: tokens between two boundaries.
         scored: Bool[N - 1] for each document, whether the prediction of token i + 1 counts; all where None. The answer
-            tokens of a task are such a mask.
+            tokens of a task are such a mask. A Document may carry its own.
         loss: "next_token", the mean over scored tokens; "kl", the divergence from the untouched model, whose first order is
-            identically zero and whose second is the Fisher part; or a :class:`LogitDifference`.
+            identically zero and whose second is the Fisher part; a :class:`LogitDifference`; or an objective of your own,
+            :class:`OfHidden` or :class:`OfLogits`.
         samples: labels drawn for the Fisher part; 0 leaves it out, and effects are of first order.
         seed: of the labels.
         intervention: at every boundary; derivatives go through it, the exact one of a truncation among them.
         frozen_basis: take the directions that a truncation keeps as constants instead: not the derivative of the loss.
+        edits: of named arrays in every segment; derivatives are taken at the edited run.
         max_length: places of the key/value cache; calls with the same share a compiled program.
         on_host: keep the boundaries' states in the host's memory.
-        names: of the documents.
-        after_segment: called with the segments done so far, of 2 N, for progress.
+        progress: called with the segments done, forward and backward, and their number.
 
     Returns:
         A dataset of the objective's mean as ``loss`` (for "kl" the next-token loss), and over
@@ -98,39 +102,44 @@ def sensitivity(
         ValueError: no token is scored, a document is too short, or an argument is out of range.
         NonFiniteError: a NaN or an infinity, with its layer, head and boundary.
     """
-    tokens, lengths, scored = as_batch(model, tokens, scored, segment, names=names)
+    documents = checked(model, documents, segment, scored)
+    names, lengths = [d.name for d in documents], np.array([len(d.tokens) for d in documents])
+    tokens = np.zeros((len(documents), lengths.max()), np.int32)
+    counts = np.zeros((len(documents), lengths.max() - 1), bool)
+    for row, d in enumerate(documents):
+        tokens[row, : len(d.tokens)], counts[row, : len(d.tokens) - 1] = d.tokens, d.mask
     _check_options(loss, samples, intervention, frozen_basis)
     seed, max_length = whole_number("seed", seed), None if max_length is None else whole_number("max_length", max_length)
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed is {seed}; expected a number from 0 to 2^64 - 1")
-    drawn = 0 if isinstance(loss, LogitDifference) else samples
+    drawn = samples if has_fisher(loss) else 0
     if isinstance(loss, LogitDifference):
         for words in (loss.words, loss.others):
             check_tokens(np.asarray(words), model.config.vocab_size)
+    text = text_of(model, tokens, segment=segment, lengths=lengths)
     tape = record(
         model,
-        tokens,
-        lengths=lengths,
-        segment=segment,
+        text,
         intervention=intervention,
+        edits=edits,
         max_length=max_length,
         on_host=on_host,
-        after_segment=after_segment,
+        progress=lambda done, total: progress(done, 2 * total),
     )
-    objective, inputs = objective_of(loss, tape, scored, drawn, seed)
+    objective, inputs = objective_of(loss, tape, counts, drawn, seed)
     collected = _Collected(tape, drawn)
     for pulled in pull_back(model, tape, objective, inputs, cotangents=1 + drawn, frozen_basis=frozen_basis):
         collected.add(pulled)
-        after_segment(2 * len(tape.starts) - 1 - pulled.index)
-    maps = _dataset(model, tape, collected, scored.sum(axis=1), loss, seed, names)
-    if isinstance(intervention, Truncate):
+        progress(2 * text.count - pulled.index, 2 * text.count)
+    maps = _dataset(model, tape, collected, counts.sum(axis=1), loss, seed, names)
+    if hasattr(intervention, "frozen"):
         maps.attrs["derivative"] = "frozen basis" if frozen_basis else "exact"
     return maps
 
 
 def sensitivity_maps(
     model: Decoder,
-    documents: Sequence[Document],
+    documents: Documents,
     *,
     segment: int = 256,
     loss: Literal["next_token", "kl"] = "next_token",
@@ -152,116 +161,94 @@ def sensitivity_maps(
         ResultsError: ``out`` cannot be used.
     """
     _check_options(loss, samples, intervention, frozen_basis)
-    for d in documents:
-        as_batch(model, d.tokens, None, segment, names=[d.name])
-    longest = max(len(d.tokens) for d in documents)
+    documents = checked(model, documents, segment)
+    length = padded_length(documents, segment)
     if intervention is not None:
-        started(intervention, model.init_carry(1, 1), range(segment, longest, segment))
+        started(intervention, model.init_carry(1, 1), range(segment, length, segment))
     on_host = reverse_fits(
-        model.config, dtype=model.dtype.name, segment=segment, max_length=longest, cotangents=1 + samples
-    )
-    configuration = dict(
-        analysis="sensitivity",
-        **identity(model, name, documents, kept=out is not None),
+        model.config,
+        dtype=model.dtype.name,
         segment=segment,
-        loss=loss,
-        samples=samples,
-        seed=seed,
-        intervention=described(intervention) if out is not None else None,
-        frozen_basis=frozen_basis,
+        max_length=max(len(d.tokens) for d in documents),
+        cotangents=1 + samples,
     )
-    results = None if out is None else Results(Path(out), configuration, {})
-    counts = [-(-len(d.tokens) // segment) for d in documents]
-    done, found = 0, []
-    for index, document in enumerate(documents):
-        maps = None if results is None else results.dataset(index)
-        if maps is None:
-            try:
-                maps = sensitivity(
-                    model,
-                    [document.tokens],
-                    segment,
-                    loss=loss,
-                    samples=samples,
-                    seed=seed,
-                    intervention=intervention,
-                    frozen_basis=frozen_basis,
-                    max_length=max(counts) * segment,
-                    on_host=on_host,
-                    names=[document.name],
-                    after_segment=lambda i, done=done: progress(done + i + 1, 2 * sum(counts)),
-                )
-            except NonFiniteError as error:
-                raise NonFiniteError(f"{document.name}: {error}", 0) from None
-            if results is not None:
-                results.write_dataset(index, maps)
-        done += 2 * counts[index]
-        progress(done, 2 * sum(counts))
-        found.append(maps)
-    whole = xr.concat(found, "document", join="outer", data_vars="minimal", coords="minimal", compat="override")
+    options = dict(segment=segment, loss=loss, samples=samples, seed=seed, frozen_basis=frozen_basis)
+    kept = dict(intervention=described(intervention)) if out is not None else {}
+    results = opened(out, model, name, "sensitivity", **options, **kept)
+
+    def work(values: list[Document], progress) -> list[xr.Dataset]:
+        (document,) = values
+        try:
+            found = sensitivity(
+                model,
+                [document],
+                intervention=intervention,
+                max_length=length,
+                on_host=on_host,
+                progress=progress,
+                **options,
+            )
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{document.name}: {error}", 0) from None
+        return [found]
+
+    items = [Item(of_document(d), d, 2 * -(-len(d.tokens) // segment)) for d in documents]
+    whole = joined_documents(worked(items, work, results=results, progress=progress))
     whole["below_rounding"] = whole.below_rounding.fillna(True).astype(bool).assign_attrs(whole.below_rounding.attrs)
     if results is not None:
-        results.write_dataset("maps", whole)
-        results.finished()
+        results.finish_arrays("maps", whole)
     return whole
 
 
 def _check_options(loss: Loss, samples: int, intervention: Intervention | None, frozen_basis: bool) -> None:
-    if not isinstance(loss, LogitDifference) and not (isinstance(loss, str) and loss in ("next_token", "kl")):
-        raise ValueError(f"loss is {shown(loss)}; expected 'next_token', 'kl' or a LogitDifference")
+    if not isinstance(loss, LogitDifference | OfHidden | OfLogits) and not (
+        isinstance(loss, str) and loss in ("next_token", "kl")
+    ):
+        raise ValueError(f"loss is {shown(loss)}; expected 'next_token', 'kl', a LogitDifference, OfHidden or OfLogits")
     check_intervention(intervention)
     if whole_number("samples", samples) < 0:
         raise ValueError(f"samples is {samples}; expected at least 0")
-    if frozen_basis and not isinstance(intervention, Truncate):
-        raise ValueError("frozen_basis is for a truncation, whose directions turn with the state; there is none")
+    if frozen_basis and not hasattr(intervention, "frozen"):
+        raise ValueError(
+            f"frozen_basis is for an intervention that has one, such as a truncation; intervention is {shown(intervention)}"
+        )
     if loss == "kl" and not samples:
         raise ValueError("the first order of the KL divergence is identically zero; it needs samples of at least 1")
 
 
-def as_batch(
-    model: Decoder, tokens, scored, segment: int, *, names: Sequence[str] | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Documents as rows [B, N], their lengths, and which predictions count, Bool[B, N - 1]; checks all of them."""
+def checked(model: Decoder, documents: Any, segment: int, scored: Any = None) -> list[Document]:
+    """Documents of any kind, one row of ids among them, with the predictions that count.
+
+    Raises:
+        TypeError: ``scored`` is no mask, or documents are none.
+        ValueError: a document has no boundary after which something is predicted, or a mask does not fit.
+    """
     check_model(model)
-    if isinstance(tokens, str | bytes) or not np.iterable(tokens):
-        raise TypeError(f"tokens is {shown(tokens)}; expected the token ids of a document, or a list of such rows")
-    rows = list(np.asarray(tokens) if hasattr(tokens, "shape") else tokens)
-    one = bool(rows) and not np.shape(rows[0])
-    documents = [np.asarray(d) for d in ([rows] if one else rows)]
-    if not (scored is None or np.iterable(scored)) or isinstance(scored, str | bytes):
-        raise TypeError(f"scored is {shown(scored)}; expected Bool[N - 1] for each document, or None")
-    masks = [None] * len(documents) if scored is None else [scored] if one else list(scored)
+    if not isinstance(documents, str | bytes | Mapping) and np.iterable(documents):
+        rows = list(np.asarray(documents) if hasattr(documents, "shape") else documents)
+        if rows and not isinstance(rows[0], str | Document) and not np.shape(rows[0]):
+            documents, scored = [np.asarray(rows)], None if scored is None else [scored]
     segment = whole_number("segment", segment)
     if segment < 1:
         raise ValueError(f"segment is {segment}; expected at least 1 token")
-    if not documents or len(masks) != len(documents):
-        raise ValueError(
-            f"there are {len(documents)} documents and {len(masks)} masks of scored tokens; "
-            "expected a list of one Bool[N - 1] for each document"
-        )
-    names = [f"document {row}" for row in range(len(documents))] if names is None else names
-    if len(names) != len(documents):
-        raise ValueError(f"there are {len(documents)} documents and {len(names)} names")
-    lengths = np.array([d.size for d in documents])
-    batch = np.zeros((len(documents), lengths.max()), np.int32)
-    counts = np.zeros((len(documents), max(1, lengths.max() - 1)), bool)
-    for row, (document, mask, name) in enumerate(zip(documents, masks, names, strict=True)):
-        if document.ndim != 1 or len(document) < 2:
-            raise ValueError(f"{name} has shape {document.shape}; expected at least 2 token ids")
-        if not num_boundaries(len(document), segment):
+    found = as_documents(documents, model)
+    if scored is not None:
+        if not np.iterable(scored) or isinstance(scored, str | bytes):
+            raise TypeError(f"scored is {shown(scored)}; expected Bool[N - 1] for each document, or None")
+        masks = list(scored)
+        if len(masks) != len(found):
             raise ValueError(
-                f"{name} has {len(document)} tokens, one segment of {segment}: no boundary hands a state on to a "
+                f"there are {len(found)} documents and {len(masks)} masks of scored tokens; "
+                "expected a list of one Bool[N - 1] for each document"
+            )
+        found = [d if mask is None else replace(d, scored=np.asarray(mask)) for d, mask in zip(found, masks, strict=True)]
+    for d in found:
+        if not num_boundaries(len(d.tokens), segment):
+            raise ValueError(
+                f"{d.name} has {len(d.tokens)} tokens, one segment of {segment}: no boundary hands a state on to a "
                 "prediction. Take a shorter segment or a longer document."
             )
-        check_tokens(document, model.config.vocab_size)
-        mask = np.ones(len(document) - 1, bool) if mask is None else np.asarray(mask)
-        if mask.dtype != bool or mask.shape != (len(document) - 1,):
-            raise ValueError(f"scored of {name} is {mask.dtype}{list(mask.shape)}; expected bool[{len(document) - 1}]")
-        if not mask.any():
-            raise ValueError(f"no token of {name} is scored")
-        batch[row, : len(document)] = document
-        counts[row, : len(mask)] = mask
-    return batch, lengths, counts
+    return found
 
 
 _gates = jax.jit(gates)
@@ -280,10 +267,10 @@ class _Collected:
         if pulled.index:
             S = jnp.asarray(self.tape.starts[pulled.index].recurrent.S)
             part["sigma"], part["gate"] = _gates(S, pulled.state)
-            arriving, cut = self.tape.starts[pulled.index].arriving, self.tape.intervention
-            if isinstance(cut, Truncate):
-                rank = self.tape.starts[pulled.index].memory.rank
-                part["without_gap"] = jnp.sum(~has_gap(arriving, rank) & (rank < min(S.shape[-2:])), axis=(0, 2))
+            cut = self.tape.intervention
+            if hasattr(cut, "without_gap"):
+                memory = self.tape.starts[pulled.index].memory
+                part["without_gap"] = jnp.sum(cut.without_gap(self.tape.arriving(pulled.index), memory), axis=(0, 2))
             part["head_state"] = jnp.einsum("lbhkv,rlbhkv->rlbh", S, pulled.state, precision=HIGHEST)
         self._flush()
         self._waiting = part
@@ -301,22 +288,24 @@ class _Collected:
     @property
     def boundaries(self) -> np.ndarray:
         """Tokens seen at each boundary after which something is predicted."""
-        return self.tape.segment * np.arange(1, 1 + num_boundaries(int(self.tape.lengths.max()), self.tape.segment))
+        return self.tape.text.segment * np.arange(
+            1, 1 + num_boundaries(int(self.tape.text.lengths.max()), self.tape.text.segment)
+        )
 
     def at_boundaries(self, x: np.ndarray) -> np.ndarray:
         """``x`` [B, N - 1, ...] at the boundaries, NaN where a document has ended and nothing more is predicted."""
-        return _where(self.tape.lengths[:, None] > self.boundaries + 1, x[:, : len(self.boundaries)])
+        return _where(self.tape.text.lengths[:, None] > self.boundaries + 1, x[:, : len(self.boundaries)])
 
     def in_segments(self, x: np.ndarray) -> np.ndarray:
         """``x`` [B, N, ...], NaN where a document has ended before the segment begins."""
-        return _where(self.tape.lengths[:, None] > self.tape.segment * np.arange(self.tape.count), x)
+        return _where(self.tape.text.lengths[:, None] > self.tape.text.segment * np.arange(self.tape.text.count), x)
 
     def by_token(self, name: str, steps: int) -> np.ndarray:
         """[B, tokens, L, H, steps] of the first objective, NaN where a document has ended."""
         x = np.moveaxis(self.stacked(name), (0, 1, 2), (1, 3, 0))  # N L B P H -> B N P L H
-        x = np.moveaxis(x.reshape(len(x), self.tape.count * self.tape.segment, steps, *x.shape[3:]), 2, -1)
-        x = x[:, : self.tape.lengths.max()]
-        return _where(np.arange(x.shape[1]) < self.tape.lengths[:, None], x)
+        x = np.moveaxis(x.reshape(len(x), self.tape.text.count * self.tape.text.segment, steps, *x.shape[3:]), 2, -1)
+        x = x[:, : self.tape.text.lengths.max()]
+        return _where(np.arange(x.shape[1]) < self.tape.text.lengths[:, None], x)
 
     def by_sample(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """First order [B, N, L, H, ...], and the samples of the summed loss [R, B, N, L, H, ...]."""
@@ -364,9 +353,9 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
             found[f"{name}_sample"] = (("sample", *dims), drawn)
             found[f"{stem}fisher"] = (dims, fisher.astype(first.dtype))
         found |= {name: (dims, first), f"{stem}effect": (dims, effect)}
-    if isinstance(tape.intervention, Truncate):
+    if hasattr(tape.intervention, "without_gap"):
         found["without_gap"] = (("document", "boundary"), collected.at_boundaries(collected.stacked("without_gap").T))
-    attrs = _attributes(loss, collected.samples, tape.segment, seed, tape.intervention)
+    attrs = _attributes(loss, collected.samples, tape.text.segment, seed, tape.intervention)
     return labelled(xr.Dataset(found, _coordinates(model, collected, names), attrs), _words(attrs["unit"]))
 
 
@@ -400,24 +389,24 @@ def _words(unit: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _coordinates(model: Decoder, collected: _Collected, names: Sequence[str] | None) -> dict[str, Any]:
+def _coordinates(model: Decoder, collected: _Collected, names: Sequence[str]) -> dict[str, Any]:
     c, tape = model.config, collected.tape
     return {
-        "document": list(names) if names is not None else np.arange(len(tape.lengths)),
+        "document": list(names),
         "boundary": collected.boundaries,
-        "segment": np.arange(tape.count),
-        "token": np.arange(tape.lengths.max()),
+        "segment": np.arange(tape.text.count),
+        "token": np.arange(tape.text.lengths.max()),
         **head_coordinates(c),
         "direction": np.arange(c.max_rank),
     }
 
 
 def _attributes(loss: Loss, samples: int, segment: int, seed: int, intervention: Intervention | None) -> dict[str, Any]:
-    difference = isinstance(loss, LogitDifference)
-    without = "none: a logit difference has no Fisher part" if difference else "none: samples = 0"
+    fisher = has_fisher(loss)
+    without = "none: samples = 0" if fisher else "none: only a loss of words has a Fisher part"
     return {
-        "objective": "logit_difference" if difference else loss,
-        "unit": "logits" if difference else "nats a scored token",
+        "objective": loss if fisher else loss.name,
+        "unit": "nats a scored token" if fisher else loss.unit,
         "effect": "-gate + fisher / 2" if samples else "-gate",
         "fisher": f"sampled labels, {samples} a token" if samples else without,
         "segment_tokens": segment,

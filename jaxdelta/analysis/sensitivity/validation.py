@@ -17,7 +17,6 @@ The ceiling compares measured effects of one half of the documents with those of
 need agree with the measurement better than it does with itself. Its interval is the middle 95 % of the halves.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,18 +25,18 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import xarray as xr
-from jaxtyping import Bool
 from scipy import stats
 
 from jaxdelta.analysis.sensitivity import ablation, estimators
 from jaxdelta.analysis.sensitivity.ablation import Direction
 from jaxdelta.analysis.sensitivity.importance import PARTS, head_sums, michel
-from jaxdelta.analysis.sensitivity.maps import as_batch
+from jaxdelta.analysis.sensitivity.maps import checked
 from jaxdelta.analysis.sensitivity.objectives import objective_of
-from jaxdelta.documents import Document, identity
+from jaxdelta.documents import Document
 from jaxdelta.models.decoder import Decoder
-from jaxdelta.results.folder import Results
+from jaxdelta.results.documents import Documents, Item, of_document, opened, rows_of
 from jaxdelta.runs.reverse import pull_back, record
+from jaxdelta.runs.segments import text_of
 
 SUBJECTS = {
     "direction": "one direction of one state",
@@ -114,7 +113,7 @@ def compare(model: Decoder, documents: Sequence[Document], maps: xr.Dataset, **o
 
 def removals(
     model: Decoder,
-    documents: Sequence[Document],
+    documents: Documents,
     maps: xr.Dataset,
     *,
     scored: Sequence[np.ndarray] | None = None,
@@ -159,6 +158,7 @@ def removals(
         raise ValueError(
             f"maps are of a model under {maps.attrs['intervention']}; removals are measured in the untouched one"
         )
+    documents = checked(model, documents, maps.attrs["segment_tokens"], scored)
     if [d.name for d in documents] != maps.document.values.tolist():
         raise ValueError(f"documents are {[d.name for d in documents]}, the maps of {maps.document.values.tolist()}")
     segment = maps.attrs["segment_tokens"]
@@ -169,30 +169,14 @@ def removals(
         raise ValueError(f"boundary is {boundary}, in tokens seen; the boundaries of every document are {shared}")
     chosen = draw_directions(known_directions(maps, boundary), directions, seed)
     options = dict(boundary=boundary, dear=dear, steps=steps, worlds=worlds)
-    results = None
-    if out is not None:
-        configuration = dict(
-            analysis="removals",
-            **identity(model, name, documents, kept=True),
-            segment=segment,
-            samples=maps.attrs["samples"],
-            labels=maps.attrs["seed"],
-            **options,
-            scored=None if scored is None else [hashlib.sha256(np.packbits(m).tobytes()).hexdigest() for m in scored],
-            directions=list(map(list, chosen)),
-        )
-        results = Results(Path(out), configuration, {})
-    found = []
-    for row, document in enumerate(documents):
-        table = None if results is None else results.part(row)
-        if table is None:
-            mask = None if scored is None else scored[row]
-            table = _of_document(model, document, mask, maps.isel(document=row), chosen, **options)
-            if results is not None:
-                results.write_part(row, table)
-        found.append(table)
-        progress(row + 1, len(documents))
-    return pa.concat_tables(found) if results is None else results.finish(len(found))
+    about = dict(samples=maps.attrs["samples"], labels=maps.attrs["seed"], directions=list(map(list, chosen)))
+    results = opened(out, model, name, "removals", segment=segment, **about, **options)
+    rows = {d.name: row for row, d in enumerate(documents)}
+
+    def work(values: list[Document], progress) -> list[pa.Table]:
+        return [_of_document(model, d, maps.isel(document=rows[d.name]), chosen, **options) for d in values]
+
+    return rows_of([Item(of_document(d), d) for d in documents], work, results=results, progress=progress)
 
 
 def known_directions(maps: xr.Dataset, boundary: int) -> list[Direction]:
@@ -214,7 +198,6 @@ def draw_directions(known: Sequence[Direction], count: int, seed: int) -> list[D
 def _of_document(
     model: Decoder,
     document: Document,
-    scored: Bool[np.ndarray, " N"] | None,
     maps: xr.Dataset,
     chosen: list[Direction],
     *,
@@ -225,8 +208,7 @@ def _of_document(
 ) -> pa.Table:
     """The rows of one document; ``maps`` is its own."""
     segment, layers = maps.attrs["segment_tokens"], maps.layer.values.tolist()
-    batch, lengths, mask = as_batch(model, [document.tokens], None if scored is None else [scored], segment)
-    tape, mask = record(model, batch, lengths=lengths, segment=segment), mask[0]
+    tape, mask = record(model, text_of(model, document.tokens[None], segment=segment)), document.mask
     heads = [(layer, head) for layer in layers for head in maps["head"].values.tolist()]
     units = {"head": heads, "layer": [(layer,) for layer in layers]}
     rows = []

@@ -30,8 +30,9 @@ from jaxdelta.ops.householder import (
 from jaxdelta.ops.nearest_product import distance, nearest_product, optimised_factors
 from jaxdelta.ops.norms import l2norm
 from jaxdelta.ops.reflections import reflections
+from jaxdelta.results.documents import Item, rows_of
 from jaxdelta.results.folder import Results
-from jaxdelta.runs import capacity as memory
+from jaxdelta.runs.capacity import device_memory, gib
 from jaxdelta.tasks.state_tracking import group_of, minimal_representation
 
 FACTORS = (1, 2, 4, 7)
@@ -104,17 +105,14 @@ def ledger(*, dim: int = 16, draws: int = 200, seed: int = 0, out: Path | str | 
     """
     if dim < SMALLEST_DIM or draws < 1 or seed < 0:
         raise ValueError(f"dim = {dim}, draws = {draws}, seed = {seed}; expected at least {SMALLEST_DIM}, 1 and 0")
-    needed, limit = 64 * draws * dim**2, memory.device_memory()  # eight f64 matrices of a draw live at once
+    needed, limit = 64 * draws * dim**2, device_memory()  # eight f64 matrices of a draw live at once
     if needed > limit:
         raise MemoryError(
-            f"dim = {dim}, draws = {draws}: about {memory.gib(needed)} are needed, {memory.gib(limit)} are there; take less"
+            f"dim = {dim}, draws = {draws}: about {gib(needed)} are needed, {gib(limit)} are there; take less"
         )
-    if out is None:
-        return _measure(dim, draws, seed)
-    results = Results(Path(out), dict(analysis="ledger", dim=dim, draws=draws, seed=seed), None)
-    if results.part(0) is None:
-        results.write_part(0, _measure(dim, draws, seed))
-    return results.finish(1)
+    about = dict(dim=dim, draws=draws, seed=seed)
+    results = None if out is None else Results(Path(out), {"analysis": "ledger"} | about)
+    return rows_of([Item(("claims",), about)], lambda values, _: [_measure(**values[0])], results=results)
 
 
 def _measure(dim: int, draws: int, seed: int) -> pa.Table:

@@ -15,16 +15,13 @@ f64, and finds their radius among all K eigenvalues.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import xarray as xr
-from flax import nnx
 from jaxtyping import Float
 
+from jaxdelta.analysis.compare import padded_length
 from jaxdelta.analysis.labels import head_coordinates, labelled
 from jaxdelta.analysis.transitions.windows import (
     ACTIVE,
@@ -37,13 +34,13 @@ from jaxdelta.analysis.transitions.windows import (
     frozen_tolerances,
     product,
 )
-from jaxdelta.documents import Document, identity
+from jaxdelta.documents import Document
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
-from jaxdelta.nn.mixer import LinearMixer
-from jaxdelta.results.folder import Results
+from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
 from jaxdelta.runs.capacity import rows_that_fit, run_memory
-from jaxdelta.runs.segments import NonFiniteError, check_tokens, init_carry, rebuilt
+from jaxdelta.runs.observers import Named
+from jaxdelta.runs.segments import Text, init_carry, iterate
 
 WINDOWS = (1, 4, 16, 64, 256, 1024, 4096)
 TAKEN_WHOLE = 256  # transitions of a document, at least one for each head
@@ -79,7 +76,7 @@ WORDS = {  # long name and units of each variable
 
 def ledger_of(
     model: Decoder,
-    documents: Sequence[Document],
+    documents: Documents,
     *,
     segment: int = 256,
     windows: Sequence[int] = WINDOWS,
@@ -107,8 +104,8 @@ def ledger_of(
         singular values of the product P and of P - I; ``frozen`` with a ``tolerance``, dim of the directions that P changes
         by no more; ``forgotten``, dim of those it more than halves; ``log_decay``, kept apart from P; the extremes
         ``kept_smallest`` and ``kept_largest``. With a ``kind`` of subspace, ``pairs`` of successive windows that have one,
-        their ``overlap`` (see :class:`~jaxdelta.analysis.transitions.windows.Mixing`), its ``chance`` for random subspaces of as many
-        dimensions, and ``angles``, counts of principal angles in bins of degrees; ``apart``, the overlap of the
+        their ``overlap`` (see :class:`~jaxdelta.analysis.transitions.windows.Mixing`), its ``chance`` for random subspaces
+        of as many dimensions, and ``angles``, counts of principal angles in bins of degrees; ``apart``, the overlap of the
         ``pairs_apart`` that are not successive. ``count`` (document, window): whole windows, 0 where a document is too
         short. ``layer`` is the model's layer, ``linear_layer`` its index among the linear ones.
 
@@ -119,59 +116,35 @@ def ledger_of(
         MemoryError: not even one document fits.
         ResultsError: ``out`` cannot be used.
     """
-    _check(model.config, documents, segment, windows)
-    counts = [-(-len(d.tokens) // segment) for d in documents]
-    max_length = max(counts) * segment
-    rows_that_fit(run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=max_length), 1)
-    configuration = dict(
-        analysis="transitions",
-        **identity(model, name, documents, kept=out is not None),
-        segment=segment,
-        windows=list(windows),
-    )
-    results = None if out is None else Results(Path(out), configuration, {})
-    done, found = 0, []
-    for index, (document, count) in enumerate(zip(documents, counts, strict=True)):
-        ledger = None if results is None else results.dataset(index)
-        if ledger is None:
-            ledger = _of_document(
-                model,
-                document,
-                segment,
-                windows,
-                max_length,
-                lambda i, done=done: progress(done + i + 1, sum(counts)),
-            )
-            if results is not None:
-                results.write_dataset(index, ledger)
-        done += count
-        progress(done, sum(counts))
-        found.append(ledger)
-    whole = xr.concat(found, "document", join="outer", data_vars="minimal", coords="minimal", compat="override")
+    documents = as_documents(documents, model)
+    _check(model.config, segment, windows)
+    length = padded_length(documents, segment)
+    rows_that_fit(run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=length), 1)
+    results = opened(out, model, name, "transitions", segment=segment, windows=list(windows))
+
+    def work(values: list[Document], progress) -> list[xr.Dataset]:
+        (document,) = values
+        try:
+            return [_of_document(model, document, segment, windows, length, progress)]
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{document.name}: {error}", 0) from None
+
+    items = [Item(of_document(d), d, -(-len(d.tokens) // segment)) for d in documents]
+    whole = joined_documents(worked(items, work, results=results, progress=progress))
     if results is not None:
-        results.write_dataset("transitions", whole)
-        results.finished()
+        results.finish_arrays("transitions", whole)
     return whole
 
 
-def _check(config: DecoderConfig, documents: Sequence[Document], segment: int, windows: Sequence[int]) -> None:
+def _check(config: DecoderConfig, segment: int, windows: Sequence[int]) -> None:
     if not config.linear_layers:
         raise ValueError(f"{config.title} of {config.num_layers} attention layers has no linear layer, and no transition")
-    if segment < 1:
+    if whole_number("segment", segment) < 1:
         raise ValueError(f"segment is {segment}; expected at least 1 token")
     check_windows(windows)
-    if not documents:
-        raise ValueError("no documents")
-    names = [d.name for d in documents]
-    if len(set(names)) < len(names):
-        raise ValueError(f"documents share names: {sorted({n for n in names if names.count(n) > 1})}")
-    for d in documents:
-        if not len(d.tokens):
-            raise ValueError(f"{d.name} has no tokens")
-        check_tokens(d.tokens, config.vocab_size)
 
 
-def _of_document(model, document: Document, segment: int, windows: Sequence[int], max_length: int, advance) -> xr.Dataset:
+def _of_document(model, document: Document, segment: int, windows: Sequence[int], max_length: int, progress) -> xr.Dataset:
     c, T = model.config, len(document.tokens)
     L, H, n = len(c.linear_layers), c.num_value_heads, c.num_householder
     stream = WindowStream(windows, layers=L, heads=H, key_dim=c.key_dim, num_householder=n)
@@ -187,7 +160,7 @@ def _of_document(model, document: Document, segment: int, windows: Sequence[int]
                 found = whole_defects(k[layer, at], beta[layer, at], g[layer, t])
                 defect[layer] = np.maximum(defect[layer], found)
         tokens.append({name: np.stack([m[name] for m in of_layers], axis=1) for name in of_layers[0]})
-        advance(index)
+        progress(index + 1, -(-T // segment))
     whole_text = {name: np.concatenate([part[name] for part in tokens]) for name in tokens[0]}
     return _dataset(c, document.name, whole_text, len(whole), defect, stream.finish())
 
@@ -231,46 +204,14 @@ def whole_defects(
 
 
 def _rule_inputs(model: Decoder, document: Document, segment: int, max_length: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """k [L, P, H, K], beta [L, P, H] and g [L, T, H] of one segment after the other; the next runs while one is used."""
-    params, carry = nnx.state(model), init_carry(model, 1, max_length)
-    padded = np.pad(document.tokens.astype(np.int32), (0, -len(document.tokens) % segment))[None]
-    waiting = []
-    for begin in range(0, padded.shape[1], segment):
-        length = min(segment, len(document.tokens) - begin)
-        inputs, carry, finite = _segment(
-            model.config, params, carry, padded[:, begin : begin + segment], np.array([length])
-        )
-        waiting.append((begin, length, inputs, finite))
-        if len(waiting) > 1:
-            yield _on_host(model.config, document.name, *waiting.pop(0))
-    yield _on_host(model.config, document.name, *waiting.pop())
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _segment(config, params, carry, tokens, length):
-    model = rebuilt(config, params)
-    out = model(tokens, carry, length)
-    mixers = [
-        (layer.mixer, c.tail)
-        for layer, c in zip(model.layers, carry.layers, strict=True)
-        if isinstance(layer.mixer, LinearMixer)
-    ]
-    inputs = [m.rule_inputs(x, tail, length)[0] for (m, tail), x in zip(mixers, out.inputs, strict=True)]
-    return tuple(jnp.stack([getattr(i, name) for i in inputs]) for name in ("k", "beta", "g")), out.carry, out.finite
-
-
-def _on_host(config: DecoderConfig, name: str, begin: int, length: int, inputs, finite) -> tuple[np.ndarray, ...]:
-    broken = np.flatnonzero(~np.asarray(finite)[:, 0])
-    if broken.size:
-        places = ["the embedding", *(f"layer {i} ({kind})" for i, kind in enumerate(config.layer_kinds))]
-        raise NonFiniteError(
-            f"{name}: NaN or infinity first after {places[broken[0]]}, tokens {begin} to {begin + length - 1}; "
-            "look for broken weights there, or run in float32",
-            0,
-        )
-    k, beta, g = (np.asarray(x)[:, 0].astype(np.float64) for x in inputs)
-    steps = length * config.num_householder
-    return k[:, :steps], beta[:, :steps], g[:, :length]
+    """k [L, P, H, K], beta [L, P, H] and g [L, T, H] of one segment after the other."""
+    tokens = np.pad(document.tokens.astype(np.int32), (0, 1 + -len(document.tokens) % segment))[None]
+    text, n = Text(tokens, np.array([len(document.tokens)]), segment), model.config.num_householder
+    observer = Named(("k", "beta", "g"), model.config.linear_layers)
+    for step in iterate(model, text, init_carry(model, 1, max_length), observers=(observer,)):
+        k, beta, g = (x[:, 0].astype(np.float64) for x in step.observed[0].values())
+        (length,) = text.part(step.index).length
+        yield k[:, : length * n], beta[:, : length * n], g[:, :length]
 
 
 def _dataset(

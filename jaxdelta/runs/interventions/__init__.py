@@ -6,7 +6,7 @@ object itself is hashable and holds only what shapes the compiled program; every
 runs which differ in ranks alone share one. ``contract.py`` says what a class of one's own must keep to.
 """
 
-from jaxdelta.runs.interventions.contract import Intervention, check_intervention, described, started
+from jaxdelta.runs.interventions.contract import Intervention, Started, check_intervention, described, started
 from jaxdelta.runs.interventions.perturbations import (
     Filter,
     Noise,
@@ -18,6 +18,7 @@ from jaxdelta.runs.interventions.perturbations import (
     Swap,
     Zero,
 )
+from jaxdelta.runs.interventions.sequential import Sequential
 from jaxdelta.runs.interventions.truncation import Truncate
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "Project",
     "Quantise",
     "Scale",
+    "Sequential",
+    "Started",
     "Swap",
     "Truncate",
     "Zero",

@@ -19,20 +19,26 @@ import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from jaxdelta.arguments import shown
-from jaxdelta.models.decoder import Carry
+from jaxdelta.models.carry import Carry
 
 FIXED = {bool, int, float, complex, str, bytes, type(None), np.dtype}  # values of just these types stay what they are
 
 
 @runtime_checkable
 class Intervention(Protocol):
-    """What a segmented run asks of an intervention."""
+    """What a segmented run asks of an intervention.
+
+    Beside ``start`` and ``__call__``, sensitivities use two methods of those that have them:
+
+    ``frozen(carry, memory)``: the carry handed on, by a function with its directions as constants, for ``frozen_basis``;
+    ``without_gap(carry, memory)``: Bool[L B H], arriving states at which the exact derivative does not exist.
+    """
 
     def start(self, carry: Carry, boundaries: Sequence[int]) -> tuple["Intervention", Any]:
         """The intervention with all that shapes the compiled program settled, and the memory before the first boundary.
@@ -46,13 +52,22 @@ class Intervention(Protocol):
         ...
 
 
-def started(intervention: Intervention, carry: Carry, boundaries: Iterable[int]) -> tuple["Intervention", Any]:
-    """The intervention as compiled functions may be keyed by it, and its memory before the first boundary.
+class Started(NamedTuple):
+    """An intervention as compiled functions may be keyed by it, and its memory before the first boundary."""
+
+    intervention: Intervention
+    memory: Any
+
+
+def started(intervention: "Intervention | Started", carry: Carry, boundaries: Iterable[int]) -> Started:
+    """Settle an intervention for a run; one that is already stays as it is.
 
     Raises:
         TypeError: it is no intervention, or a field that tells programs apart cannot be hashed.
         ValueError: what it was asked for does not fit the carry or the boundaries.
     """
+    if isinstance(intervention, Started):
+        return intervention
     check_intervention(intervention)
     boundaries = tuple(map(int, boundaries))
     try:
@@ -69,7 +84,7 @@ def started(intervention: Intervention, carry: Carry, boundaries: Iterable[int])
             f"{type(intervention).__name__} tells its programs apart by a field that has no hash ({error}); "
             "declare it field(compare=False) and hand its value to the program in the memory that start returns"
         ) from None
-    return settled, memory
+    return Started(settled, memory)
 
 
 def check_intervention(intervention: Any) -> None:
@@ -225,6 +240,9 @@ class _Alone:
 
     def __init__(self, intervention: Intervention):
         self._intervention = intervention
+
+    def start(self, carry: Carry, boundaries: Sequence[int]) -> tuple[Intervention, Any]:
+        return self._intervention.start(carry, boundaries)
 
     def __call__(self, carry: Carry, memory: Any) -> tuple[Carry, Any, Any]:
         return self._intervention(carry, memory)

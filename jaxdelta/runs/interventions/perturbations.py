@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxdelta.arguments import shown, whole_number
 from jaxdelta.dims import HIGHEST, AnyArray, first
-from jaxdelta.models.decoder import Carry, states, with_states
+from jaxdelta.models.carry import Carry, stacked, with_states
 from jaxdelta.ops.directions import scaled
 from jaxdelta.ops.soft_filter import soft_filter
 from jaxdelta.ops.spectra import singular_values
@@ -54,7 +54,7 @@ class Perturbation:
     at: int | Sequence[int] | None = field(default=None, compare=False, kw_only=True)
 
     def start(self, carry: Carry, boundaries: Sequence[int] = ()) -> tuple["Perturbation", PerturbationMemory]:
-        S = jnp.stack(states(carry))
+        S = stacked(carry)
         chosen = np.asarray(self.where)
         if chosen.dtype != bool:
             raise TypeError(f"where is {shown(self.where)}; expected Bool [B, L, H], True for the heads to change")
@@ -63,7 +63,7 @@ class Perturbation:
         return self, PerturbationMemory(jnp.zeros((), jnp.int32), where, at, self.prepare(S))
 
     def __call__(self, carry: Carry, memory: PerturbationMemory) -> tuple[Carry, PerturbationMemory, None]:
-        S = jnp.stack(states(carry))
+        S = stacked(carry)
         here = jnp.any((memory.at == memory.index) | (memory.at < 0))
         chosen = (memory.where & here)[..., None, None]
         changed, own = self.change(S, memory.own, memory.index)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from jaxdelta.dims import first
-from jaxdelta.models.decoder import Carry, states, with_states
+from jaxdelta.models.carry import Carry, stacked, states, with_states
 from jaxdelta.ops import low_rank
 from jaxdelta.ops.directions import scaled
 
@@ -61,14 +61,20 @@ class Truncate:
         basis = basis if method == "subspace" else basis[..., :0]  # the exact methods start from nothing
         return replace(self, method=method, max_rank=max_rank), TruncateMemory(jnp.asarray(rank), basis)
 
-    def frozen(self, S: Array, memory: TruncateMemory) -> Array:
-        """The cut of states [L, B, H, K, V], whose derivative takes the kept directions as constants."""
+    def without_gap(self, carry: Carry, memory: TruncateMemory) -> Bool[Array, "L B H"]:
+        """Which states arriving at a boundary have no exact derivative of the cut: no gap after the last kept direction."""
+        S = stacked(carry)
+        return ~low_rank.has_gap(S, memory.rank) & (memory.rank < min(S.shape[-2:]))
+
+    def frozen(self, carry: Carry, memory: TruncateMemory) -> Carry:
+        """The cut, whose derivative takes the kept directions as constants."""
+        S = stacked(carry)
         directions = min(S.shape[-2:])
         cut = scaled(S, first(memory.rank, directions))
-        return jnp.where((memory.rank == directions)[..., None, None], S, cut)
+        return with_states(carry, list(jnp.where((memory.rank == directions)[..., None, None], S, cut)))
 
     def __call__(self, carry: Carry, memory: TruncateMemory) -> tuple[Carry, TruncateMemory, TruncateRecord]:
-        S = jnp.stack(states(carry))  # one call: several batched LAPACK calls in one program can deadlock a CPU
+        S = stacked(carry)  # one call: several batched LAPACK calls in one program can deadlock a CPU
         cut = low_rank.truncation(S, memory.rank, method=self.method, max_rank=self.max_rank, basis=memory.basis)
         record = TruncateRecord(jnp.max(cut.missed, axis=(0, 2)), cut.rounds)
         return with_states(carry, list(cut.state)), TruncateMemory(memory.rank, cut.basis), record

@@ -8,8 +8,8 @@ import pytest
 from jaxdelta.analysis.sensitivity.ablation import Direction, direction_effects, direction_terms, head_effects, without
 from jaxdelta.analysis.sensitivity.estimators import exact_local, gauss_newton, integrated_gradients
 from jaxdelta.analysis.sensitivity.objectives import objective_of
-from jaxdelta.nn.mixer import LinearCarry
-from jaxdelta.runs.reverse import Tape, branch, extend, pull_back, record
+from jaxdelta.nn.mixer import LinearCarry, Span
+from jaxdelta.runs.reverse import Tape, branch, pull_back, record
 from tests import plain
 from tests.plain import SEGMENT
 
@@ -46,7 +46,7 @@ def measured(tape):
 
 
 def tape_of(model) -> Tape:
-    return record(model, TEXT[None], lengths=np.array([len(TEXT)]), segment=SEGMENT)
+    return plain.recorded(model, TEXT[None])
 
 
 def pulled_back(model, tape: Tape, scored: np.ndarray):
@@ -226,8 +226,10 @@ def test_exact_local_effects_are_inner_products_with_the_layers_own_change(tape,
     later = sorted((p for p in pulled if p.index > BOUNDARY), key=lambda p: p.index)
     start = tape.starts[BOUNDARY + 1].recurrent
     terms = direction_terms(plain.QWEN, start.S, DIRECTIONS)
+    span = Span(jnp.zeros((1, end - begin), jnp.int32))
     run = jax.jit(
-        lambda layer, x, S, tail: plain.linear_layers(model)[layer].mixer(x, LinearCarry(S, tail))[0], static_argnums=0
+        lambda layer, x, S, tail: plain.linear_layers(model)[layer].mixer(x, LinearCarry(S, tail), span)[0],
+        static_argnums=0,
     )
     for effect, (layer, head, _), term in zip(found, PLACES, terms, strict=True):
         x, into = (
@@ -264,7 +266,7 @@ def test_exact_local_effects_of_a_small_direction_are_of_first_order():
     term = direction_terms(plain.QWEN, S, [direction])[0]
     for share in (1e-3, 1e-4):
         changed = S.at[1, 0, 1].add((share - 1) * term)
-        rest = extend(model, branch(whole, BOUNDARY + 1, changed))
+        rest = record(model, *branch(whole, BOUNDARY + 1, changed))
         scored = EVERY[(BOUNDARY + 1) * SEGMENT :]
         last = [Direction(LAYERS[1], 1, 2)]  # the least of its state now
         np.testing.assert_allclose(

@@ -16,10 +16,10 @@ from jaxdelta.analysis.sensitivity.maps import (
     tail_gate,
 )
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, expected_and_sampled
+from jaxdelta.nn.head import log_normalizer
 from jaxdelta.ops.directions import gates
 from jaxdelta.runs import segments
 from jaxdelta.runs.interventions import Truncate, Zero
-from jaxdelta.runs.segments import log_normalizer
 from tests import plain
 from tests.helpers import matrices_of_spectrum, orthonormal_columns
 from tests.plain import EPS, PRODUCT, QWEN, SEGMENT

@@ -26,6 +26,7 @@ from jaxdelta.analysis.sensitivity.validation import (
 )
 from jaxdelta.documents import Document
 from jaxdelta.runs.reverse import record
+from jaxdelta.runs.segments import text_of
 from tests.tiny import model, tokens
 
 KINDS = ("linear", "attention", "linear")
@@ -231,7 +232,7 @@ def test_predictions_are_those_of_the_maps_for_the_drawn_directions(compared, ma
 
 def test_measured_effects_are_the_ablations(compared):
     """Of the second, shorter text."""
-    tape = record(model(layer_kinds=KINDS), TEXTS[1][None], lengths=np.array([21]), segment=SEGMENT)
+    tape = record(model(layer_kinds=KINDS), text_of(model(layer_kinds=KINDS), TEXTS[1][None], segment=SEGMENT))
     mask = np.ones(20, bool)
     expected = ablation.direction_effects(
         model(layer_kinds=KINDS), tape, mask, SEGMENT, [Direction(*u) for u in compared["direction"].units], worlds=DRAWN
