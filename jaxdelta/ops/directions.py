@@ -157,8 +157,8 @@ def _eigenvectors(G: Array) -> Array:
 
 
 def _is_mixed(B: Array) -> Bool[Array, ""]:
-    """Whether any direction above ``FAINTEST`` shares more than ``MIXED`` with the others, or has lost more than ``LOST`` to
-    those below it: rows of B are not orthogonal."""
+    """Whether rows of B are not orthogonal: any direction above ``FAINTEST`` shares more than ``MIXED`` with the others, or
+    has lost more than ``LOST`` to those below."""
     sigma = _norms(B)
     known = sigma > FAINTEST * jnp.max(sigma, axis=-1, keepdims=True)
     scale = jnp.where(known, 1 / jnp.where(known, sigma, 1.0), 0.0)[..., None]

@@ -255,13 +255,13 @@ def test_the_table_names_layer_and_head_and_fits_a_terminal():
 
 
 def test_figures_are_written_for_rows_with_and_without_copy_tokens(tmp_path):
-    report.write_figure(rows_by_hand(), tmp_path)
+    report.write_figures(rows_by_hand(), tmp_path)
     assert (tmp_path / "loss_by_rank.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "loss_by_rank.svg").read_text()
     without = rows_by_hand().to_pylist()
     for row in without:
         row |= {"num_copy_tokens": 0, "copy_loss": None}
-    report.write_figure(pa.Table.from_pylist(without, schema=SCHEMA), tmp_path)
+    report.write_figures(pa.Table.from_pylist(without, schema=SCHEMA), tmp_path)
 
 
 # Results folders

@@ -186,7 +186,7 @@ def test_write_strengths_and_decays_lie_in_their_ranges(options, low, high):
     """Large inputs reach both ends; f32 in a bf16 model."""
     layer = randomised(GatedDeltaProduct(config(options).linear_of(0), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     beta, g = layer.gates(100 * inputs(50).astype(jnp.bfloat16))
-    assert beta.shape == (B, 50 * layer.num_householder, G)
+    assert beta.shape == (B, 50 * layer.sizes.num_householder, G)
     assert g.shape == (B, 50, G)
     assert beta.dtype == g.dtype == jnp.float32
     assert (float(beta.min()), float(beta.max())) == pytest.approx((low, high), abs=1e-3)

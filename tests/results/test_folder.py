@@ -22,11 +22,27 @@ def rows(index):
     return pa.table({"document": [f"d{index}"] * 2, "loss": [index + 1 / 3, float(index)], "copy_loss": [None, index / 7]})
 
 
-def filled(folder, *indices, plan=3):
-    made = Results(folder, CONFIGURATION, plan)
+def filled(folder, *indices):
+    made = Results(folder, CONFIGURATION)
     for index in indices:
-        made.write_part(index, rows(index))
+        write(made, index, rows(index))
     return made
+
+
+def write(made, index, part):
+    """A part of one item."""
+    made.write_parts(f"{index:04d}", [part])
+
+
+def read(made, index):
+    found = made.parts(f"{index:04d}", 1)
+    return None if found is None else found[0]
+
+
+def finish(made, count):
+    whole = pa.concat_tables([read(made, index) for index in range(count)])
+    made.finish_rows(whole)
+    return whole
 
 
 def contents(folder):
@@ -38,7 +54,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
 def test_rows_are_in_the_order_of_the_parts_whenever_each_was_made(tmp_path, order):
-    table = filled(tmp_path, *order).finish(3)
+    table = finish(filled(tmp_path, *order), 3)
     expected = pa.concat_tables([rows(i) for i in range(3)])
     assert table.equals(expected)
     assert pa.parquet.read_table(tmp_path / "rows.parquet").equals(expected)
@@ -50,26 +66,41 @@ def test_rows_are_in_the_order_of_the_parts_whenever_each_was_made(tmp_path, ord
 
 def test_a_part_is_none_until_it_is_finished(tmp_path):
     made = filled(tmp_path, 1)
-    assert made.part(0) is None
-    assert made.part(1).equals(rows(1))
+    assert read(made, 0) is None
+    assert read(made, 1).equals(rows(1))
 
 
-def test_the_same_configuration_goes_on_with_the_parts_and_the_plan_that_are_there(tmp_path):
-    filled(tmp_path, 0, 2, plan={"batch": 4})
-    again = Results(tmp_path, CONFIGURATION, {"batch": 9})
-    assert again.plan == {"batch": 4}
-    assert [again.part(i) is not None for i in range(3)] == [True, False, True]
+def test_the_same_configuration_goes_on_with_the_parts_and_the_plans_that_are_there(tmp_path):
+    assert filled(tmp_path, 0, 2).make_plan(0, [["a"], ["b", "c"]]) == [["a"], ["b", "c"]]
+    again = Results(tmp_path, CONFIGURATION)
+    assert again.make_plan(0, [["d"]]) == again.plan(0) == [["a"], ["b", "c"]]
+    assert again.plan(1) is None
+    assert [read(again, i) is not None for i in range(3)] == [True, False, True]
+
+
+def test_a_plan_that_is_broken_is_named_with_what_to_do(tmp_path):
+    made = filled(tmp_path)
+    made.make_plan(0, [["a"]])
+    (tmp_path / "plans" / "0000.json").write_text("[[")
+    with pytest.raises(ResultsError, match=r"0000\.json cannot be read .* choose another folder or remove this one"):
+        made.plan(0)
+
+
+def test_a_part_of_several_items_comes_back_item_by_item(tmp_path):
+    made, several = filled(tmp_path), [rows(0), rows(1).slice(0, 0), rows(2)]
+    made.write_parts("0000-0000", several)
+    assert all(a.equals(b) for a, b in zip(filled(tmp_path).parts("0000-0000", 3), several, strict=True))
 
 
 def test_the_order_of_the_configurations_fields_does_not_matter(tmp_path):
     filled(tmp_path, 0)
-    assert Results(tmp_path, dict(reversed(CONFIGURATION.items())), 3).part(0) is not None
+    assert read(Results(tmp_path, dict(reversed(CONFIGURATION.items()))), 0) is not None
 
 
 def test_a_finished_folder_can_be_finished_again_to_the_byte(tmp_path):
-    filled(tmp_path, 0, 1, 2).finish(3)
+    finish(filled(tmp_path, 0, 1, 2), 3)
     before = contents(tmp_path)
-    Results(tmp_path, CONFIGURATION, 3).finish(3)
+    finish(Results(tmp_path, CONFIGURATION), 3)
     assert contents(tmp_path) == before
 
 
@@ -78,15 +109,22 @@ def test_folders_on_the_way_are_made(tmp_path):
     assert (tmp_path / "a" / "b c" / "ö" / "parts" / "0000.parquet").exists()
 
 
-def test_the_manifest_tells_the_configuration_versions_device_and_plan(tmp_path):
-    filled(tmp_path, 0, 1, 2).finish(3)
+def test_the_manifest_tells_the_configuration_versions_device_and_where_it_was_begun(tmp_path):
+    finish(filled(tmp_path, 0, 1, 2), 3)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest.keys() == {"configuration", "plan", "started", "finished"}
+    assert manifest.keys() == {"configuration", "started", "where", "finished"}
     assert manifest["configuration"].items() >= CONFIGURATION.items()
     assert manifest["configuration"]["commit"] == results.commit()
     environment = manifest["configuration"]["environment"]
     assert environment.keys() >= {"jaxdelta", "jax", "jaxlib", "flax", "numpy", "python", "device"}
-    assert environment["device"].startswith("cpu")
+    assert environment["device"].startswith("cpu") and "cores" not in environment
+    assert manifest["where"].keys() == {"host", "cores"}
+
+
+def test_another_host_with_other_cores_goes_on(tmp_path, monkeypatch):
+    filled(tmp_path, 0)
+    monkeypatch.setattr(results, "where", lambda: {"host": "elsewhere", "cores": 3})
+    assert read(filled(tmp_path), 0) is not None
 
 
 def test_a_run_in_a_checkout_has_its_commit_and_others_none(tmp_path, monkeypatch):
@@ -109,20 +147,20 @@ def kill(*arguments, **keywords):
     raise Killed
 
 
-@pytest.mark.parametrize("write", ["part", "manifest"])
-def test_a_kill_between_writing_and_renaming_leaves_no_file_under_its_name(tmp_path, monkeypatch, write):
+@pytest.mark.parametrize("of", ["part", "manifest"])
+def test_a_kill_between_writing_and_renaming_leaves_no_file_under_its_name(tmp_path, monkeypatch, of):
     with monkeypatch.context() as patch:
-        if write == "part":
+        if of == "part":
             made = filled(tmp_path, 0)
         patch.setattr(results, "_place", kill)
         with pytest.raises(Killed):
-            made.write_part(1, rows(1)) if write == "part" else filled(tmp_path)
+            write(made, 1, rows(1)) if of == "part" else filled(tmp_path)
     left = [file.name for file in contents(tmp_path)]
     assert any(name.endswith(".partial") for name in left)
     again = filled(tmp_path)
-    assert again.part(1) is None
-    assert (again.part(0) is not None) == (write == "part")
-    assert filled(tmp_path, 0, 1).finish(2).equals(pa.concat_tables([rows(0), rows(1)]))
+    assert read(again, 1) is None
+    assert (read(again, 0) is not None) == (of == "part")
+    assert finish(filled(tmp_path, 0, 1), 2).equals(pa.concat_tables([rows(0), rows(1)]))
 
 
 def test_half_written_files_of_a_killed_run_are_no_parts(tmp_path):
@@ -130,15 +168,15 @@ def test_half_written_files_of_a_killed_run_are_no_parts(tmp_path):
     for name in ("manifest.json.1234.partial", "rows.csv.1234.partial", "parts/0001.parquet.1234.partial"):
         (tmp_path / name).write_bytes(b"PAR1 half")
     again = filled(tmp_path)
-    assert again.part(1) is None
-    assert again.finish(1).equals(rows(0))
+    assert read(again, 1) is None
+    assert finish(again, 1).equals(rows(0))
     assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_a_run_killed_before_its_first_manifest_can_start_again(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "manifest.json.1234.partial").write_text("{")
-    assert Results(tmp_path, CONFIGURATION, 3).part(0) is None
+    assert read(Results(tmp_path, CONFIGURATION), 0) is None
 
 
 def test_a_full_disk_is_told_in_a_line_and_finished_parts_stay(tmp_path, monkeypatch):
@@ -150,8 +188,8 @@ def test_a_full_disk_is_told_in_a_line_and_finished_parts_stay(tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(pa.parquet, "write_table", full)
         with pytest.raises(ResultsError, match=r"0001\.parquet cannot be written: No space left on device; .* are kept"):
-            made.write_part(1, rows(1))
-    assert Results(tmp_path, CONFIGURATION, 3).part(0).equals(rows(0))
+            write(made, 1, rows(1))
+    assert read(Results(tmp_path, CONFIGURATION), 0).equals(rows(0))
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all", None], ids=["empty", "4 bytes", "text", "cut"])
@@ -160,7 +198,7 @@ def test_a_part_that_is_broken_is_named_with_what_to_do(tmp_path, content):
     file = tmp_path / "parts" / "0001.parquet"
     file.write_bytes(file.read_bytes()[:-10] if content is None else content)
     with pytest.raises(ResultsError, match=r"0001\.parquet.*remove it"):
-        made.part(1)
+        read(made, 1)
 
 
 # Labelled arrays
@@ -177,11 +215,11 @@ def arrays(index):
 
 def test_labelled_arrays_come_back_as_they_were(tmp_path):
     made = filled(tmp_path)
-    assert made.dataset(0) is None
-    made.write_dataset(0, arrays(0))
-    made.write_dataset("maps", arrays(1))
+    assert read(made, 0) is None
+    write(made, 0, arrays(0))
+    made.finish_arrays("maps", arrays(1))
     assert (tmp_path / "parts" / "0000.zarr").is_dir()
-    back = filled(tmp_path).dataset(0)
+    back = read(filled(tmp_path), 0)
     xr.testing.assert_identical(back, arrays(0))
     assert {name: back[name].dtype for name in back.variables} == {
         name: arrays(0)[name].dtype for name in arrays(0).variables
@@ -192,35 +230,35 @@ def test_labelled_arrays_come_back_as_they_were(tmp_path):
 
 def test_a_part_in_memory_outlives_its_folder(tmp_path):
     made = filled(tmp_path)
-    made.write_dataset(0, arrays(0))
-    back = made.dataset(0)
+    write(made, 0, arrays(0))
+    back = read(made, 0)
     shutil.rmtree(tmp_path / "parts" / "0000.zarr")
-    made.write_dataset(0, arrays(3))
+    write(made, 0, arrays(3))
     xr.testing.assert_identical(back, arrays(0))
-    xr.testing.assert_identical(made.dataset(0), arrays(3))
+    xr.testing.assert_identical(read(made, 0), arrays(3))
 
 
 def test_parts_of_names_of_different_lengths_are_put_together_whole(tmp_path):
     """One read again, the other fresh; what is stored of the first must not cut the second's name."""
     made, longer = filled(tmp_path), arrays(1).assign_coords(document=["a much longer name"])
-    made.write_dataset(0, arrays(0))
-    made.write_dataset("maps", xr.concat([made.dataset(0), longer], "document", data_vars="minimal"))
+    write(made, 0, arrays(0))
+    made.finish_arrays("maps", xr.concat([read(made, 0), longer], "document", data_vars="minimal"))
     with xr.open_zarr(tmp_path / "maps.zarr", consolidated=False) as whole:
         assert whole.document.values.tolist() == ["dö 0", "a much longer name"]
 
 
 def test_a_kill_between_writing_and_renaming_leaves_no_labelled_part(tmp_path, monkeypatch):
     made = filled(tmp_path)
-    made.write_dataset(0, arrays(0))
+    write(made, 0, arrays(0))
     with monkeypatch.context() as patch:
         patch.setattr(results, "_place", kill)
         with pytest.raises(Killed):
-            made.write_dataset(1, arrays(1))
+            write(made, 1, arrays(1))
     again = filled(tmp_path)
-    assert again.dataset(1) is None
-    xr.testing.assert_identical(again.dataset(0), arrays(0))
-    again.write_dataset(1, arrays(1))
-    xr.testing.assert_identical(again.dataset(1), arrays(1))
+    assert read(again, 1) is None
+    xr.testing.assert_identical(read(again, 0), arrays(0))
+    write(again, 1, arrays(1))
+    xr.testing.assert_identical(read(again, 1), arrays(1))
 
 
 def test_half_written_labelled_parts_of_a_killed_run_are_removed_in_the_end(tmp_path):
@@ -229,7 +267,7 @@ def test_half_written_labelled_parts_of_a_killed_run_are_removed_in_the_end(tmp_
     alive = f"0002.zarr.{os.getpid()}.partial"
     for name in ("0001.zarr.4194304.partial", alive):
         arrays(1).to_zarr(tmp_path / "parts" / name, consolidated=False, zarr_format=2)
-    assert made.dataset(1) is None
+    assert read(made, 1) is None
     made.finished()
     assert [file.name for file in (tmp_path / "parts").iterdir()] == [alive]
     assert "finished" in json.loads((tmp_path / "manifest.json").read_text())
@@ -254,7 +292,7 @@ def test_a_folder_of_leftovers_alone_is_empty(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / f"manifest.json.{results.host()}.4194304-0.partial").write_text("{")
     (tmp_path / "parts" / "0000.zarr.elsewhere-0.1-0.partial").mkdir()
-    assert filled(tmp_path).part(0) is None
+    assert read(filled(tmp_path), 0) is None
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
@@ -283,14 +321,17 @@ folder, name = Path(sys.argv[1]), int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
 for turn in range(12):
-    made = Results(folder / str(turn), {"a": 1}, {"of": name})
+    made = Results(folder / str(turn), {"a": 1})
+    plan = made.make_plan(0, [[name]])
+    arrays = xr.Dataset({"of": ("t", np.full(2000, name))})
     for index in range(3):
-        made.write_part(index, pa.table({"of": [name]}))
-        made.write_dataset(index, xr.Dataset({"of": ("t", np.full(2000, name))}))
-        assert len(set(made.dataset(index)["of"].values)) == 1
-    made.write_dataset("maps", xr.Dataset({"of": ("t", np.full(2000, name))}))
-    made.finish(3)
-    print(made.plan["of"], *(made.part(i)["of"][0] for i in range(3)), *(int(made.dataset(i)["of"][0]) for i in range(3)))
+        made.write_parts(f"rows-{index}", [pa.table({"of": [name]})])
+        made.write_parts(f"arrays-{index}", [arrays])
+        assert len(set(made.parts(f"arrays-{index}", 1)[0]["of"].values)) == 1
+    made.finish_arrays("maps", arrays)
+    found = [made.parts(f"{kind}-{i}", 1)[0]["of"] for kind in ("rows", "arrays") for i in range(3)]
+    made.finish_rows(pa.concat_tables([made.parts(f"rows-{i}", 1)[0] for i in range(3)]))
+    print(plan[0][0], *(int(x[0].as_py() if hasattr(x[0], "as_py") else x[0]) for x in found))
 """
 
 
@@ -312,8 +353,8 @@ def test_processes_in_one_folder_all_end_well_and_read_the_same(tmp_path):
     for turn in range(12):
         folder = tmp_path / str(turn)
         names = {file.name for file in folder.iterdir()} | {file.name for file in (folder / "parts").iterdir()}
-        parts = {f"{i:04d}.{suffix}" for i in range(3) for suffix in ("parquet", "zarr")}
-        assert names == {"manifest.json", "parts", "rows.parquet", "rows.csv", "maps.zarr", *parts}
+        parts = {f"rows-{i}.parquet" for i in range(3)} | {f"arrays-{i}.zarr" for i in range(3)}
+        assert names == {"manifest.json", "parts", "plans", "rows.parquet", "rows.csv", "maps.zarr", *parts}
         with xr.open_zarr(folder / "maps.zarr", consolidated=False) as whole:
             assert len(set(whole["of"].values)) == 1
 
@@ -327,20 +368,20 @@ def test_the_first_to_finish_a_part_keeps_it(tmp_path, monkeypatch, kind):
 
     if kind == "rows without links":
         monkeypatch.setattr(results.os, "link", no_links)
-    write, read, content = ("write_dataset", "dataset", arrays) if kind == "arrays" else ("write_part", "part", rows)
+    content = arrays if kind == "arrays" else rows
     one, other, place = filled(tmp_path), filled(tmp_path), results._place
 
     def late(new, file, *, replace):
         monkeypatch.setattr(results, "_place", place)
-        getattr(other, write)(1, content(2))
+        write(other, 1, content(2))
         place(new, file, replace=replace)
 
-    getattr(other, write)(0, content(0))
-    getattr(one, write)(0, content(1))
+    write(other, 0, content(0))
+    write(one, 0, content(1))
     monkeypatch.setattr(results, "_place", late)
-    getattr(one, write)(1, content(1))
+    write(one, 1, content(1))
     for index, expected in ((0, content(0)), (1, content(2))):
-        for found in (getattr(one, read)(index), getattr(other, read)(index)):
+        for found in (read(one, index), read(other, index)):
             assert found.equals(expected)
     assert not list(tmp_path.rglob("*.partial"))
 
@@ -351,22 +392,21 @@ def test_the_first_manifest_holds_for_all(tmp_path, monkeypatch):
 
     def late(self):
         monkeypatch.setattr(Results, "_refuse_foreign_files", refuse)
-        filled(tmp_path, 0, plan={"batch": 4})
+        filled(tmp_path, 0)
         refuse(self)
 
     monkeypatch.setattr(Results, "_refuse_foreign_files", late)
-    made = filled(tmp_path, plan={"batch": 9})
-    assert made.plan == {"batch": 4}
-    assert made.part(0).equals(rows(0))
+    made = filled(tmp_path)
+    assert read(made, 0).equals(rows(0))
 
 
 def test_a_whole_is_replaced_by_another_and_left_by_its_like(tmp_path):
     made = filled(tmp_path)
-    made.write_dataset("maps", arrays(0))
+    made.finish_arrays("maps", arrays(0))
     before = (tmp_path / "maps.zarr").stat().st_ino
-    made.write_dataset("maps", arrays(0))
+    made.finish_arrays("maps", arrays(0))
     assert (tmp_path / "maps.zarr").stat().st_ino == before
-    made.write_dataset("maps", arrays(1))
+    made.finish_arrays("maps", arrays(1))
     with xr.open_zarr(tmp_path / "maps.zarr", consolidated=False) as whole:
         xr.testing.assert_identical(whole.load(), arrays(1))
     assert not list(tmp_path.rglob("*.partial"))
@@ -375,7 +415,7 @@ def test_a_whole_is_replaced_by_another_and_left_by_its_like(tmp_path):
 @pytest.mark.parametrize("damage", ["no group", "group", "chunk", "file in the way"])
 def test_a_labelled_part_that_is_broken_is_named_with_what_to_do(tmp_path, damage):
     made = filled(tmp_path)
-    made.write_dataset(1, arrays(1))
+    write(made, 1, arrays(1))
     part = tmp_path / "parts" / "0001.zarr"
     if damage == "no group":
         (part / ".zgroup").unlink()
@@ -389,7 +429,7 @@ def test_a_labelled_part_that_is_broken_is_named_with_what_to_do(tmp_path, damag
         part.rmdir()
         part.write_text("a file")
     with pytest.raises(ResultsError, match=r"0001\.zarr cannot be read \(.*remove it, and the same command makes it anew"):
-        made.dataset(1)
+        read(made, 1)
 
 
 def test_a_folder_without_a_manifest_but_with_a_labelled_part_is_left_alone(tmp_path):
@@ -405,7 +445,7 @@ def test_results_of_another_configuration_are_refused_with_the_difference(tmp_pa
     filled(tmp_path, 0)
     before = contents(tmp_path)
     with pytest.raises(ResultsError) as error:
-        Results(tmp_path, CONFIGURATION | {"segment": 32, "method": "svd"}, 3)
+        Results(tmp_path, CONFIGURATION | {"segment": 32, "method": "svd"})
     assert 'method is null there, "svd" now; segment is 16 there, 32 now' in str(error.value)
     assert "choose another folder or remove it" in str(error.value)
     assert "documents" not in str(error.value)
@@ -416,7 +456,7 @@ def test_results_of_another_configuration_are_refused_with_the_difference(tmp_pa
 def test_other_documents_are_refused(tmp_path, other):
     filled(tmp_path, 0)
     with pytest.raises(ResultsError, match="documents"):
-        Results(tmp_path, CONFIGURATION | {"documents": other}, 3)
+        Results(tmp_path, CONFIGURATION | {"documents": other})
 
 
 @pytest.mark.parametrize("name", ["jax", "tokenizers", "device"])
@@ -448,11 +488,11 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path, place):
         "[]",
         "5",
         "{}",
-        '{"plan": 3}',
-        '{"configuration": 5, "plan": 3}',
-        '{"configuration": null, "plan": 3}',
+        '{"started": 3}',
+        '{"configuration": 5}',
+        '{"configuration": null}',
         "[" * 100_000,
-        '{"plan": ' + "9" * 5000 + "}",
+        '{"configuration": ' + "9" * 5000 + "}",
         b"\xff\xfe",
     ],
     ids=lambda text: ascii(text)[:40],
@@ -464,16 +504,6 @@ def test_a_manifest_that_is_none_is_refused_and_kept(tmp_path, text):
     with pytest.raises(ResultsError, match=r"manifest\.json is no manifest of a run; choose another folder"):
         filled(tmp_path)
     assert contents(tmp_path) == before
-
-
-def test_a_manifest_without_a_plan_is_refused(tmp_path):
-    filled(tmp_path)
-    file = tmp_path / "manifest.json"
-    manifest = json.loads(file.read_text())
-    del manifest["plan"]
-    file.write_text(json.dumps(manifest))
-    with pytest.raises(ResultsError, match=r"manifest\.json is no manifest of a run"):
-        assert filled(tmp_path).plan
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "file/below/it"])

@@ -10,10 +10,13 @@ from flax import nnx
 import jaxdelta as jd
 from jaxdelta.analysis.sensitivity.objectives import NextToken, NextTokenInputs
 from jaxdelta.models import build
+from jaxdelta.models.carry import split
 from jaxdelta.models.config import DeltaLMConfig, Qwen3_5Config
+from jaxdelta.nn import head
 from jaxdelta.runs import capacity as memory
 from jaxdelta.runs import reverse, segments
 from jaxdelta.runs.capacity import RunMemory, gib, reverse_fits, reverse_memory, rows_that_fit, run_memory
+from tests.helpers import segment_arguments
 from tests.tiny import CONFIG, fresh_model
 
 QWEN3_5_0_8B = Qwen3_5Config.size_0_8b()
@@ -49,15 +52,13 @@ def test_a_carry_is_counted_with_the_states_twice_more(dtype):
 @pytest.mark.parametrize("family", ["Qwen3.5", "DeltaProduct of four steps"])
 def test_an_estimate_covers_what_the_compiler_asks_for(monkeypatch, family):
     """Arguments and temporaries of the compiled segment, of four rows of a model whose activations outweigh its weights."""
-    monkeypatch.setattr(segments, "LOGITS_AT_ONCE", 2**14)
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 2**14)
     monkeypatch.setattr(memory, "LOGITS_AT_ONCE", 2**14)
     sizes = dict(key_dim=32, value_dim=48, mlp_width=257)
     four = DeltaLMConfig.tiny(layer_kinds=("linear",), attention=(), num_householder=4, **sizes)
     made = fresh_model(layer_kinds=("linear", "attention"), **sizes) if family == "Qwen3.5" else jd.DeltaLM(four)
     rows, segment, room = 4, 256, 1024
-    carry = jax.eval_shape(lambda: made.init_carry(rows, room))
-    ids, length = jax.ShapeDtypeStruct((rows, segment), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
-    compiled = segments._segment.lower(made.config, nnx.state(made), carry, ids, ids, length).compile()
+    compiled = segments._segment.lower(*segment_arguments(made, rows, segment, room)).compile()
     asked = compiled.memory_analysis()
     estimate = run_memory(made.config, dtype="float32", segment=segment, max_length=room).total(rows)
     used = asked.argument_size_in_bytes + asked.temp_size_in_bytes + asked.output_size_in_bytes - asked.alias_size_in_bytes
@@ -128,14 +129,17 @@ def abstract(tree, *leading, dtype=None):
 def asked_by_reverse_mode(config, dtype, segment, max_length, cotangents):
     """Bytes of arguments and temporaries of one segment's pull-back, by the compiler."""
     made = nnx.eval_shape(lambda: build(config, dtype=jax.numpy.dtype(dtype)))
-    recurrent, caches = jax.eval_shape(lambda: reverse.split(made.init_carry(1, max_length)))
+    recurrent, caches = jax.eval_shape(lambda: split(made.init_carry(1, max_length)))
+    text = segments.Text(np.zeros((1, segment + 1), np.int32), np.array([segment]), segment)
+    program, probes = reverse._program(made, reverse.Tape(config, text, [], caches, None, ()))
     ids, mask = (jax.ShapeDtypeStruct((1, segment), kind) for kind in (np.int32, bool))
     one = jax.ShapeDtypeStruct((1,), np.int32)
     uniforms = jax.ShapeDtypeStruct((cotangents - 1, 1, segment), np.float32)
     state, tails = (abstract(x, cotangents) for x in (recurrent.S, recurrent.tails))
     sums = abstract(caches, cotangents, dtype=np.float32)
-    arrays = recurrent, caches, ids, one, NextTokenInputs(ids, mask, one, uniforms), state, tails, sums
-    asked = reverse._pull_segment.lower(config, NextToken(), nnx.state(made), *arrays).compile().memory_analysis()
+    part, inputs = segments.Part(ids, ids, one), NextTokenInputs(ids, mask, one, uniforms)
+    arrays = recurrent, caches, part, (), probes, inputs, state, reverse.Cotangents(tails, sums)
+    asked = reverse._pull_segment.lower(program, NextToken(), nnx.state(made), *arrays).compile().memory_analysis()
     return asked.argument_size_in_bytes + asked.temp_size_in_bytes
 
 
@@ -152,7 +156,7 @@ def asked_by_reverse_mode(config, dtype, segment, max_length, cotangents):
 def test_reverse_mode_is_estimated_near_what_the_compiler_asks_for(
     monkeypatch, config, dtype, segment, max_length, cotangents
 ):
-    monkeypatch.setattr(segments, "LOGITS_AT_ONCE", 2**14)
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 2**14)
     monkeypatch.setattr(memory, "LOGITS_AT_ONCE", 2**14)
     _, rest = reverse_memory(config, dtype=dtype, segment=segment, max_length=max_length, cotangents=cotangents)
     asked = asked_by_reverse_mode(config, dtype, segment, max_length, cotangents)
@@ -162,7 +166,7 @@ def test_reverse_mode_is_estimated_near_what_the_compiler_asks_for(
 def test_the_boundaries_of_reverse_mode_are_counted_to_the_byte():
     """States and conv tails of every segment's start, the last of which may hold fewer tokens."""
     carry = jd.init_carry(fresh_model(), 1, 50)
-    recurrent, _ = reverse.split(carry)
+    recurrent, _ = split(carry)
     kept, _ = reverse_memory(CONFIG, dtype="float32", segment=16, max_length=50, cotangents=1)
     assert kept == 4 * (nbytes(recurrent.S) + nbytes(recurrent.tails))
 
@@ -170,7 +174,7 @@ def test_the_boundaries_of_reverse_mode_are_counted_to_the_byte():
 def of_device(monkeypatch, size, backend="cpu"):
     """A device of which ``size`` bytes may be used."""
     monkeypatch.setattr(memory, "device_memory", lambda: int(np.ceil(size / memory.SHARE)))
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(memory, "has_own_memory", lambda: backend != "cpu")
 
 
 def reverse_needs(*, segment=256, max_length=4096, cotangents=9):

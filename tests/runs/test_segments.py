@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import jaxdelta as jd
+from jaxdelta.nn import head
 from jaxdelta.runs import segments
 from jaxdelta.runs.interventions import Truncate
 from jaxdelta.runs.segments import NonFiniteError, forward, init_carry, run
-from tests.helpers import relative_error
+from tests.helpers import relative_error, segment_arguments
 from tests.tiny import fresh_model, model, tokens
 
 KINDS = ("linear", "attention", "linear")
@@ -116,8 +116,8 @@ def test_the_last_carry_is_that_of_one_pass():
 
 def test_each_segment_is_told_once_in_order():
     told = []
-    run(net(), text(), segment=SEGMENT, max_length=ROOM, after_segment=told.append)
-    assert told == list(range(7))
+    run(net(), text(), segment=SEGMENT, max_length=ROOM, progress=lambda *counts: told.append(counts))
+    assert told == [(done, 7) for done in range(1, 8)]
 
 
 def test_a_bf16_model_keeps_its_states_in_f32_at_boundaries():
@@ -233,12 +233,12 @@ def sizes(jaxpr):
 @pytest.mark.parametrize("most", (970, 97, 51 * 97), ids=("blocks and a rest", "single words", "all at once"))
 def test_logits_exist_for_a_block_of_words_at_a_time(monkeypatch, most):
     """Qwen3.5's 248,320 words times 16,384 tokens would be 16 GB. The losses of the blocks are those of the whole."""
-    monkeypatch.setattr(segments, "LOGITS_AT_ONCE", most)
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", most)
     hidden = jnp.asarray(np.random.default_rng(0).standard_normal((3, 17, 44)), jnp.float32)
     targets = jnp.asarray(packed((17, 17, 17)))
 
     def losses(hidden, targets):
-        return segments.token_losses(net(), hidden, targets)
+        return head.token_losses(net().head_weight, hidden, targets)
 
     program = jax.make_jaxpr(losses)(hidden, targets)
     blocks = [shape for shape in sizes(program.jaxpr) if len(shape) == 2 and shape[0] == 51 and shape[1] not in (1, 44)]
@@ -250,13 +250,8 @@ def test_logits_exist_for_a_block_of_words_at_a_time(monkeypatch, most):
 
 def test_no_array_of_a_run_grows_with_text_times_words():
     """The program of a segment, with room for 64 segments: the largest array with a row for each word."""
-    m = net()
-    carry = jax.eval_shape(lambda: m.init_carry(1, 64 * SEGMENT))
-    ids = jax.ShapeDtypeStruct((1, SEGMENT), jnp.int32)
-    length = jax.ShapeDtypeStruct((1,), jnp.int32)
-    program = jax.make_jaxpr(segments._segment.__wrapped__, static_argnums=0)(
-        m.config, nnx.state(m), carry, ids, ids, length
-    )
+    arguments = segment_arguments(net(), 1, SEGMENT, 64 * SEGMENT)
+    program = jax.make_jaxpr(segments.advance, static_argnums=0)(*arguments)
     with_words = [int(np.prod(shape)) for shape in sizes(program.jaxpr) if 97 in shape and 44 not in shape]
     assert max(with_words) == SEGMENT * 97
 
@@ -293,7 +288,7 @@ def with_a_broken_word(word):
     ids=str,
 )
 def test_a_nan_is_told_with_its_layer(layer, path, where):
-    with pytest.raises(NonFiniteError, match=f"NaN or infinity first after {where}; no loss is reported"):
+    with pytest.raises(NonFiniteError, match=f"NaN or infinity first after {where}; look for broken weights there"):
         run(broken(path, layer=layer), text(48), segment=SEGMENT, max_length=ROOM)
 
 
@@ -318,7 +313,7 @@ class Poison:
 
 
 def test_a_broken_state_is_told_with_its_layer_row_and_segment():
-    with pytest.raises(NonFiniteError, match=r"layer 2 \(linear\), in row 1, tokens 32 to 47"):
+    with pytest.raises(NonFiniteError, match=r"layer 2 \(linear\), in the state of head \d, in row 1, tokens 32 to 47"):
         run(net(), packed((50, 50, 50)), segment=SEGMENT, max_length=ROOM, intervention=Poison())
 
 

@@ -60,14 +60,14 @@ def steps():
 
 @pytest.fixture(scope="module")
 def maps(steps):
-    return sensitivity(plain.model(), TEXT, SEGMENT, samples=SAMPLES, after_segment=steps.append)
+    return sensitivity(plain.model(), TEXT, SEGMENT, samples=SAMPLES, progress=lambda *counts: steps.append(counts))
 
 
 @pytest.fixture(scope="module")
 def product():
     """Two documents of n_h = 2, with masks."""
     return sensitivity(
-        plain.model(PRODUCT), [TEXT, SHORT], SEGMENT, scored=[MASK, EVERY[: len(SHORT) - 1]], samples=2, names=["a", "b"]
+        plain.model(PRODUCT), {"a": TEXT, "b": SHORT}, SEGMENT, scored=[MASK, EVERY[: len(SHORT) - 1]], samples=2
     )
 
 

@@ -197,7 +197,7 @@ def test_directions_below_the_rounding_of_a_state_in_any_document_are_not_drawn(
 
 @pytest.fixture(scope="module")
 def maps():
-    return sensitivity(model(layer_kinds=KINDS), TEXTS, SEGMENT, samples=SAMPLES, names=["a", "b"])
+    return sensitivity(model(layer_kinds=KINDS), dict(zip("ab", TEXTS, strict=True)), SEGMENT, samples=SAMPLES)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import jaxdelta as jd
 from jaxdelta.runs import segments
 from jaxdelta.runs.interventions import Perturbation, Scale, check_intervention, described
 from jaxdelta.runs.reverse import record
+from jaxdelta.runs.segments import text_of
 from tests.tiny import model, tokens
 
 KINDS, SEGMENT = ("linear", "attention", "linear"), 8
@@ -230,11 +231,12 @@ class Several(Wrapped):
 
 @pytest.mark.parametrize("wrap", [lambda x: x, Wrapped, Several], ids=["alone", "inside another", "in a set of others"])
 def test_a_hidden_field_cannot_be_read_in_the_program(wrap):
+    net = model(layer_kinds=KINDS)
     message = "Hidden.factor is declared compare=False.*hand its value on in the memory that start"
     with pytest.raises(TypeError, match=message):
         losses(wrap(Hidden(0.0)))
     with pytest.raises(TypeError, match=message):
-        record(model(layer_kinds=KINDS), TEXT, lengths=np.array([30]), segment=SEGMENT, intervention=wrap(Hidden(0.0)))
+        record(net, text_of(net, TEXT, segment=SEGMENT), intervention=wrap(Hidden(0.0)))
 
 
 def test_one_inside_another_keeps_its_numbers(expected):

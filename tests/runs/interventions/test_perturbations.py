@@ -15,6 +15,7 @@ from jaxdelta.analysis.sensitivity.maps import sensitivity
 from jaxdelta.runs import segments
 from jaxdelta.runs.interventions import Filter, Intervention, Noise, NoOp, Project, Quantise, Scale, Swap, Truncate, Zero
 from jaxdelta.runs.reverse import record
+from jaxdelta.runs.segments import text_of
 from tests.helpers import matrices_of_spectrum, orthonormal_columns, relative_error, truncated
 from tests.tiny import fresh_model, model, tokens
 
@@ -478,7 +479,7 @@ def test_derivatives_go_through_a_perturbation(x64, intervention):
 
 def arriving(intervention):
     """States before and after each boundary, [boundary, L, 1, H, K, V]."""
-    tape = record(double(), ONE, lengths=np.array([LENGTH]), segment=SEGMENT, intervention=intervention)
+    tape = record(double(), text_of(double(), ONE, segment=SEGMENT), intervention=intervention)
     starts = tape.starts[1:]
     return np.stack([s.arriving for s in starts]), np.stack([s.recurrent.S for s in starts])
 
