@@ -25,7 +25,7 @@ from jaxdelta.models.decoder import Decoder, check_model
 from jaxdelta.results.folder import Results
 from jaxdelta.runs.segments import check_tokens
 
-Documents = Sequence[str | np.ndarray | Document] | Mapping[str, str | np.ndarray]
+Documents = Sequence[str | np.ndarray | Sequence[int] | Document] | Mapping[str, str | np.ndarray | Sequence[int]]
 Progress = Callable[[int, int], None]
 Part = TypeVar("Part", pa.Table, xr.Dataset)
 

@@ -56,7 +56,7 @@ print(json.dumps({name: call(name, arguments) for name, arguments in json.load(s
 
 SWEEP = ("sweep", "model", "--documents", "a.txt", "--segment", "16", "--method", "svd")
 MAPS = ("sensitivity", "model", "--documents", "a.txt", "--segment", "16", "--samples", "2")
-LEDGER = ("ledger", "--model", "model", "--documents", "a.txt", "--segment", "16")
+LEDGER = ("ledger", "model", "--documents", "a.txt", "--segment", "16")
 THREE = (*MAPS[:3], "a.txt", "b.txt", "more.jsonl", *MAPS[4:], "--max-tokens", "33")
 
 
@@ -151,8 +151,8 @@ MISTAKES = {
     "ledger, dim 7": (["ledger", "--dim", "7"], "dim = 7, draws = 200, seed = 0; expected at least 8, 1 and 0"),
     "ledger, draws 0": (["ledger", "--draws", "0"], "draws = 0"),
     "maps of no such model": (["sensitivity", "nowhere"], "nowhere is neither a folder, nor an embedded model"),
-    "ledger, dim of a model": ([*LEDGER, "--dim", "9"], "--dim is for a ledger without --model"),
-    "ledger, tokens of no model": (["ledger", "--max-tokens", "9"], "--max-tokens is for a ledger with --model"),
+    "ledger, dim of a model": ([*LEDGER, "--dim", "9"], "--dim is for a ledger without a model"),
+    "ledger, tokens of no model": (["ledger", "--max-tokens", "9"], "--max-tokens is for a ledger with a model"),
     "ledger, segment 0": ([*LEDGER, "--segment", "0"], "segment is 0"),
     "ledger, no token": ([*LEDGER, "--max-tokens=-5"], "--max-tokens is -5; expected at least 1"),
     "no token of a sweep": ([*SWEEP, "--max-tokens", "0"], "--max-tokens is 0; expected at least 1"),

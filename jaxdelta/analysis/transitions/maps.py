@@ -34,6 +34,7 @@ from jaxdelta.analysis.transitions.windows import (
     frozen_tolerances,
     product,
 )
+from jaxdelta.arguments import whole_number
 from jaxdelta.documents import Document
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder

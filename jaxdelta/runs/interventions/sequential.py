@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxdelta.models.carry import Carry
+from jaxdelta.models.carry import Carry, stacked
 from jaxdelta.runs.interventions.contract import Intervention, check_intervention, started
 
 
@@ -19,7 +18,7 @@ class Sequential:
         TypeError: a part is no intervention.
     """
 
-    parts: tuple[Intervention, ...]
+    parts: Sequence[Intervention]
 
     def __post_init__(self):
         object.__setattr__(self, "parts", tuple(self.parts))
@@ -47,8 +46,8 @@ class Sequential:
 
     def without_gap(self, carry: Carry, memory: tuple) -> Bool[Array, "L B H"]:
         """States at which the exact derivative of any part does not exist."""
-        found: Any = False
+        found = jnp.zeros(stacked(carry).shape[:3], bool)
         for part, own in zip(self.parts, memory, strict=True):
             found = found | part.without_gap(carry, own) if hasattr(part, "without_gap") else found
             carry = part(carry, own)[0]
-        return jnp.asarray(found)
+        return found

@@ -505,11 +505,11 @@ def test_a_layer_is_the_models_and_its_index_among_linear_layers_stands_beside_i
     assert maps.layer.values.tolist() == [0, 2] and maps.linear_layer.values.tolist() == [0, 1]
     assert maps.sel(layer=2).linear_layer == 1
     assert maps.beta_sensitivity.dims == ("document", "token", "layer", "head")
-    assert maps.document.values.tolist() == [0]
+    assert maps.document.values.tolist() == ["document_0"]
 
 
 def test_progress_counts_both_directions(maps, steps):
-    assert steps == list(range(10))
+    assert steps == [(done, 10) for done in range(1, 11)]
 
 
 # Tails
@@ -553,23 +553,23 @@ def test_without_samples_tails_are_of_first_order():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(scored=np.zeros(22, bool)), "no token of document 0 is scored"),
-        (dict(tokens=TEXT[:SEGMENT]), "5 tokens, one segment of 5: no boundary"),
-        (dict(tokens=TEXT[: SEGMENT + 1]), "6 tokens, one segment of 5: no boundary"),
-        (dict(tokens=TEXT[:1], segment=1), r"shape \(1,\); expected at least 2"),
-        (dict(tokens=[TEXT, TEXT[None]]), r"document 1 has shape \(1, 23\)"),
-        (dict(tokens=[]), "0 documents"),
-        (dict(scored=np.ones(23, bool)), r"scored of document 0 is bool\[23\]; expected bool\[22\]"),
-        (dict(scored=np.ones(22, int)), r"scored of document 0 is int64\[22\]"),
-        (dict(tokens=[TEXT, SHORT], scored=[MASK]), "2 documents and 1 masks"),
+        (dict(scored=np.zeros(22, bool)), "no token of document_0 is scored"),
+        (dict(documents=TEXT[:SEGMENT]), "5 tokens, one segment of 5: no boundary"),
+        (dict(documents=TEXT[: SEGMENT + 1]), "6 tokens, one segment of 5: no boundary"),
+        (dict(documents=TEXT[:1], segment=1), "has 1 tokens; at least 2 are needed"),
+        (dict(documents=[TEXT, TEXT[None]]), r"document_1 is int64 of shape \(1, 23\); expected one row of token ids"),
+        (dict(documents=[]), "there are no documents"),
+        (dict(scored=np.ones(23, bool)), r"scored of document_0 is bool\[23\]; expected bool\[22\]"),
+        (dict(scored=np.ones(22, int)), r"scored of document_0 is int64\[22\]"),
+        (dict(documents=[TEXT, SHORT], scored=[MASK]), "2 documents and 1 masks"),
         (dict(loss="kl", samples=0), "needs samples of at least 1"),
         (dict(samples=-1), "samples is -1"),
         (dict(segment=0), "segment is 0"),
-        (dict(frozen_basis=True), "for a truncation"),
-        (dict(frozen_basis=True, intervention=Zero()), "for a truncation"),
-        (dict(tokens=np.append(TEXT, 17)), "run from 0 to 17; expected 0 to 16"),
-        (dict(tokens=np.append(TEXT, -1)), "run from -1"),
-        (dict(tokens=TEXT / 2), "expected whole numbers"),
+        (dict(frozen_basis=True), "such as a truncation"),
+        (dict(frozen_basis=True, intervention=Zero()), "such as a truncation"),
+        (dict(documents=np.append(TEXT, 17)), "has the token id 17; the model's run from 0 to 16"),
+        (dict(documents=np.append(TEXT, -1)), "has the token id -1"),
+        (dict(documents=TEXT / 2), "is float64 of shape .* expected one row of token ids"),
         (dict(loss=LogitDifference(17, 0)), "run from 17 to 17; expected 0 to 16"),
         (dict(loss=LogitDifference(0, np.full(22, -1))), "run from -1"),
     ],
@@ -577,4 +577,4 @@ def test_without_samples_tails_are_of_first_order():
 )
 def test_wrong_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        sensitivity(plain.model(), **(dict(tokens=TEXT, segment=SEGMENT) | options))
+        sensitivity(plain.model(), **(dict(documents=TEXT, segment=SEGMENT) | options))
