@@ -119,16 +119,18 @@ def tokenize(
     tokenizer: Tokenizer | None,
     *,
     vocab_size: int | None = None,
+    fewest: int = 2,
 ) -> list[Document]:
     """Documents from texts or arrays of ids; a Document keeps its name. No token is added before or after a text.
 
     Args:
         documents: in a sequence, or by name.
         tokenizer: of texts.
+        fewest: tokens that a document may have; to score one takes 2.
         vocab_size: rows of the model's embedding, beyond which a tokenizer may have words; None: ids are not looked at.
 
     Raises:
-        ValueError: a text without a tokenizer, ids that are not one row of whole numbers, fewer than two tokens, an id or a
+        ValueError: a text without a tokenizer, ids that are not one row of whole numbers, too few tokens, an id or a
             word of a text without a row in the embedding.
     """
     if isinstance(documents, str):
@@ -153,8 +155,9 @@ def tokenize(
                 raise ValueError(f"{name} is {tokens.dtype} of shape {tokens.shape}; expected one row of token ids")
             if vocab_size is not None and len(without := tokens[(tokens < 0) | (tokens >= vocab_size)]):
                 raise ValueError(f"{name} has the token id {without[0]}; the model's run from 0 to {vocab_size - 1}")
-        if len(tokens) < 2:
-            raise ValueError(f"{name} has {len(tokens)} tokens; at least 2 are needed to score one")
+        if len(tokens) < fewest:
+            why = " to score one" if fewest == 2 else ""
+            raise ValueError(f"{name} has {len(tokens)} tokens; at least {fewest} are needed{why}")
         found.append(Document(name, tokens, scored))
     if not found:
         raise ValueError("no documents")

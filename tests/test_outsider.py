@@ -135,5 +135,5 @@ class Hidden:
 
 
 def test_an_objective_that_gives_no_value_a_token_is_refused():
-    with pytest.raises(ValueError, match=r"the objective gives \[1, 5, 14\]; expected a value a token, \[1, 5\]"):
+    with pytest.raises(ValueError, match=r"the objective gives \[1, 5, 14\]; expected a value for each token, \[1, 5\]"):
         jd.sensitivity(plain.model(), TEXT, SEGMENT, loss=jd.OfHidden(lambda hidden, targets: hidden))

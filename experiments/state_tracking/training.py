@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 
 from experiments.state_tracking.cells import Cell, Recipe, config_of
+from jaxdelta.implementation import implementation_here
 from jaxdelta.models import build
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.models.delta_lm import DeltaLM
@@ -95,7 +96,7 @@ def tested(cell: Cell, recipe: Recipe, params) -> dict[str, np.ndarray]:
 
 def model_of(cell: Cell, recipe: Recipe, params, seed: int) -> DeltaLM:
     """The model of one seed, by its place."""
-    return rebuilt(config_of(cell, recipe), jax.tree.map(lambda leaf: leaf[seed], params))
+    return rebuilt(config_of(cell, recipe), implementation_here(), jax.tree.map(lambda leaf: leaf[seed], params))
 
 
 def save_parameters(file: Path, params) -> None:
@@ -165,7 +166,7 @@ def _steps(config: DeltaLMConfig, recipe: Recipe, trainee: Trainee, tokens, targ
 
 
 def _logits(config: DeltaLMConfig, params, tokens):
-    model = rebuilt(config, params)
+    model = rebuilt(config, implementation_here(), params)
     return model.logits(model(tokens, model.init_carry(*tokens.shape)).hidden)
 
 

@@ -51,12 +51,12 @@ class Unit(NamedTuple):
     part: str | None
 
 
-def as_documents(documents: Documents, model: Decoder) -> list[Document]:
-    """Documents of any kind, as token ids of a model.
+def as_documents(documents: Documents, model: Decoder, *, fewest: int = 2) -> list[Document]:
+    """Documents of any kind, as token ids of a model, each of at least ``fewest``.
 
     Raises:
         TypeError: it is no list or mapping of documents.
-        ValueError: a text without a tokenizer, fewer than two tokens, an id out of range, or two documents of a name.
+        ValueError: a text without a tokenizer, too few tokens, an id out of range, or two documents of a name.
     """
     check_model(model)
     if isinstance(documents, str | bytes) or not np.iterable(documents):
@@ -66,7 +66,7 @@ def as_documents(documents: Documents, model: Decoder) -> list[Document]:
         raise ValueError("documents is one row of token ids; expected a list of rows, such as [ids]")
     if not len(documents):
         raise ValueError("there are no documents")
-    found = tokenize(documents, model.tokenizer, vocab_size=model.config.vocab_size)
+    found = tokenize(documents, model.tokenizer, vocab_size=model.config.vocab_size, fewest=fewest)
     names = [document.name for document in found]
     if len(set(names)) < len(names):
         raise ValueError(f"documents share names: {sorted({n for n in names if names.count(n) > 1})}")

@@ -32,15 +32,15 @@ from jaxdelta.results.folder import Results
 
 def killed(write):
     def once(self, index, data):
-        if index == 1:
+        if index == "0000-0001":
             raise SystemExit("killed")
         write(self, index, data)
     return once
 
 def call(name, arguments):
     out, err, code, trace = io.StringIO(), io.StringIO(), 0, None
-    write = Results.write_dataset
-    Results.write_dataset = killed(write) if name == "killed" else write
+    write = Results.write_parts
+    Results.write_parts = killed(write) if name == "killed" else write
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main(arguments)
@@ -48,7 +48,7 @@ def call(name, arguments):
             code = exit.code
         except BaseException:
             trace = traceback.format_exc()
-    Results.write_dataset = write
+    Results.write_parts = write
     return dict(code=code, out=out.getvalue(), err=err.getvalue(), trace=trace)
 
 print(json.dumps({name: call(name, arguments) for name, arguments in json.load(sys.stdin).items()}))
@@ -374,14 +374,14 @@ def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(place):
         text=True,
     )
     parts, deadline = place / "out-interrupted" / "parts", time.monotonic() + 200
-    while not (parts / "0000.parquet").exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (parts / "0000-0000.parquet").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "the same command continues" in err
     assert "Traceback" not in err
-    assert (parts / "0000.parquet").exists()
+    assert (parts / "0000-0000.parquet").exists()
 
 
 # Streams

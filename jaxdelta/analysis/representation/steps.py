@@ -45,8 +45,10 @@ def token_steps(model: Decoder) -> TokenSteps:
         )
     Y = config.vocab_size
     text = Text(np.arange(Y, dtype=np.int32)[:, None].repeat(2, axis=1), np.ones(Y, int), segment=1)
-    (step,) = iterate(model, text, observers=(Named(("k", "beta", "g"), (0,)),))
-    keys, beta, g = (x[0].astype(np.float64) for x in step.observed[0].values())
+    observer = Named(("k", "beta", "g"), (0,))
+    (step,) = iterate(model, text, observers=(observer,))
+    (found,) = step.observed
+    keys, beta, g = (found[name][0].astype(np.float64) for name in observer.names)
     shape = (Y, config.num_householder, config.num_value_heads)
     return TokenSteps(keys.reshape(*shape, -1), beta.reshape(shape), np.exp(g[:, 0]))
 

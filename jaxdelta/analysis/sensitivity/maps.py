@@ -231,10 +231,10 @@ def checked(model: Decoder, documents: Any, segment: int, scored: Any = None) ->
     segment = whole_number("segment", segment)
     if segment < 1:
         raise ValueError(f"segment is {segment}; expected at least 1 token")
+    if scored is not None and (not np.iterable(scored) or isinstance(scored, str | bytes)):
+        raise TypeError(f"scored is {shown(scored)}; expected Bool[N - 1] for each document, or None")
     found = as_documents(documents, model)
     if scored is not None:
-        if not np.iterable(scored) or isinstance(scored, str | bytes):
-            raise TypeError(f"scored is {shown(scored)}; expected Bool[N - 1] for each document, or None")
         masks = list(scored)
         if len(masks) != len(found):
             raise ValueError(
@@ -403,7 +403,7 @@ def _coordinates(model: Decoder, collected: _Collected, names: Sequence[str]) ->
 
 def _attributes(loss: Loss, samples: int, segment: int, seed: int, intervention: Intervention | None) -> dict[str, Any]:
     fisher = has_fisher(loss)
-    without = "none: samples = 0" if fisher else "none: only a loss of words has a Fisher part"
+    without = "none: samples = 0" if fisher else "none: no Fisher part, which only a loss of words has"
     return {
         "objective": loss if fisher else loss.name,
         "unit": "nats a scored token" if fisher else loss.unit,

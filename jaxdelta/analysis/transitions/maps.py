@@ -41,7 +41,7 @@ from jaxdelta.models.decoder import Decoder
 from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
 from jaxdelta.runs.capacity import rows_that_fit, run_memory
 from jaxdelta.runs.observers import Named
-from jaxdelta.runs.segments import Text, init_carry, iterate
+from jaxdelta.runs.segments import NonFiniteError, Text, init_carry, iterate
 
 WINDOWS = (1, 4, 16, 64, 256, 1024, 4096)
 TAKEN_WHOLE = 256  # transitions of a document, at least one for each head
@@ -117,7 +117,7 @@ def ledger_of(
         MemoryError: not even one document fits.
         ResultsError: ``out`` cannot be used.
     """
-    documents = as_documents(documents, model)
+    documents = as_documents(documents, model, fewest=1)
     _check(model.config, segment, windows)
     length = padded_length(documents, segment)
     rows_that_fit(run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=length), 1)
@@ -210,7 +210,8 @@ def _rule_inputs(model: Decoder, document: Document, segment: int, max_length: i
     text, n = Text(tokens, np.array([len(document.tokens)]), segment), model.config.num_householder
     observer = Named(("k", "beta", "g"), model.config.linear_layers)
     for step in iterate(model, text, init_carry(model, 1, max_length), observers=(observer,)):
-        k, beta, g = (x[:, 0].astype(np.float64) for x in step.observed[0].values())
+        (found,) = step.observed
+        k, beta, g = (found[name][:, 0].astype(np.float64) for name in observer.names)
         (length,) = text.part(step.index).length
         yield k[:, : length * n], beta[:, : length * n], g[:, :length]
 

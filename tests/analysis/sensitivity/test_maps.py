@@ -18,7 +18,6 @@ from jaxdelta.analysis.sensitivity.maps import (
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, expected_and_sampled
 from jaxdelta.nn.head import log_normalizer
 from jaxdelta.ops.directions import gates
-from jaxdelta.runs import segments
 from jaxdelta.runs.interventions import Truncate, Zero
 from tests import plain
 from tests.helpers import matrices_of_spectrum, orthonormal_columns
@@ -322,12 +321,14 @@ def test_fisher_and_effect_are_made_of_the_samples(maps, product):
 @pytest.mark.parametrize("words_at_once", [8192, 4], ids=["one block", "blocks of four words"])
 def test_labels_follow_the_predictive_distribution(monkeypatch, words_at_once):
     """With uniforms on a grid each word comes n p times, give or take one; drawn at random a chi-square is as expected."""
-    monkeypatch.setattr(segments, "WORDS_AT_ONCE", words_at_once)
+    monkeypatch.setattr("jaxdelta.nn.head.WORDS_AT_ONCE", words_at_once)
     model, n = plain.model(), 5000
     hidden = jnp.asarray(np.random.default_rng(3).standard_normal((2, 3, QWEN.width)))
     logs = plain.log_softmax(np.asarray(hidden) @ np.asarray(model.head_weight).T)
     p = np.exp(logs)
-    sampled = jax.jit(lambda uniforms: expected_and_sampled(model, hidden, log_normalizer(model, hidden), uniforms))
+    sampled = jax.jit(
+        lambda uniforms: expected_and_sampled(model, hidden, log_normalizer(model.head_weight, hidden), uniforms)
+    )
 
     def counts(uniforms: np.ndarray) -> np.ndarray:
         mean, labels = sampled(np.broadcast_to(uniforms, (n, 2, 3)))
@@ -345,7 +346,7 @@ def test_labels_follow_the_predictive_distribution(monkeypatch, words_at_once):
 def test_labels_at_the_ends_of_the_unit_interval_are_words():
     model, hidden = plain.model(), jnp.asarray(np.random.default_rng(3).standard_normal((1, 2, QWEN.width)))
     uniforms = jnp.broadcast_to(jnp.array([0.0, 1.0])[:, None, None], (2, 1, 2))
-    labels = expected_and_sampled(model, hidden, log_normalizer(model, hidden), uniforms)[1]
+    labels = expected_and_sampled(model, hidden, log_normalizer(model.head_weight, hidden), uniforms)[1]
     assert np.asarray(labels)[:, 0].tolist() == [[0, 0], [16, 16]]
 
 

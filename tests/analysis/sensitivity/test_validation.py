@@ -281,7 +281,7 @@ def test_removals_are_kept_and_not_measured_again(maps, rows, tmp_path, monkeypa
         model(layer_kinds=KINDS), DOCUMENTS, maps, directions=DRAWN, worlds=DRAWN, out=tmp_path / "removals"
     )
     assert run().equals(rows)
-    (tmp_path / "removals" / "parts" / "0001.parquet").unlink()
+    (tmp_path / "removals" / "parts" / "0000-0001.parquet").unlink()
     measured = []
     found = ablation.direction_effects
     monkeypatch.setattr(ablation, "direction_effects", lambda *a, **o: measured.append(1) or found(*a, **o))

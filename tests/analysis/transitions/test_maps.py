@@ -236,15 +236,15 @@ def test_progress_counts_segments(models):
 
 def test_a_run_that_was_killed_goes_on_and_ends_the_same(models, ledgers, tmp_path, monkeypatch):
     whole_run = ledgers["qwen"]
-    write = Results.write_dataset
+    write = Results.write_parts
 
     def killed(self, name, data):
-        if name == 1:
+        if name == "0000-0001":
             raise KeyboardInterrupt
         write(self, name, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Results, "write_dataset", killed)
+        patch.setattr(Results, "write_parts", killed)
         with pytest.raises(KeyboardInterrupt):
             ledger_of(models["qwen"], documents(41, 23), segment=8, windows=WINDOWS, out=tmp_path)
     runs, of_document = [], transitions._of_document
@@ -269,9 +269,9 @@ def test_a_run_that_was_killed_goes_on_and_ends_the_same(models, ledgers, tmp_pa
         ({"segment": 0}, "segment is 0"),
         ({"windows": (4, 6)}, r"windows are \[4, 6\]"),
         ({"documents": []}, "no documents"),
-        ({"documents": [Document("void", np.zeros(0, int))]}, "void has no tokens"),
+        ({"documents": [Document("void", np.zeros(0, int))]}, "void has 0 tokens; at least 1 are needed"),
         ({"documents": documents(5) * 2}, r"documents share names: \['of 5'\]"),
-        ({"documents": [Document("a", np.array([1, 97]))]}, "token ids run from 1 to 97; expected 0 to 96"),
+        ({"documents": [Document("a", np.array([1, 97]))]}, "a has the token id 97; the model's run from 0 to 96"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(models, tmp_path, change, message):
@@ -293,7 +293,8 @@ def test_a_nan_is_told_with_its_layer_tokens_and_document(parameter, layer):
     weight = getattr(model.layers[layer].mixer, parameter)
     weight[...] = weight[...].at[0].set(jnp.nan)
     with pytest.raises(
-        NonFiniteError, match=rf"of 20: NaN or infinity first after layer {layer} \(linear\), tokens 0 to 7"
+        NonFiniteError,
+        match=rf"of 20: NaN or infinity first after layer {layer} \(linear\), in the .*, tokens 0 to 7",
     ):
         ledger_of(model, documents(20), segment=8)
 
