@@ -115,7 +115,7 @@ def read_documents(files: Iterable[Path]) -> dict[str, str | np.ndarray]:
 
 
 def tokenize(
-    documents: Sequence[str | np.ndarray | Document] | dict[str, str | np.ndarray],
+    documents: Sequence[str | np.ndarray | Sequence[int] | Document] | dict[str, str | np.ndarray | Sequence[int]],
     tokenizer: Tokenizer | None,
     *,
     vocab_size: int | None = None,

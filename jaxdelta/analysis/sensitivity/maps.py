@@ -224,6 +224,8 @@ def checked(model: Decoder, documents: Any, segment: int, scored: Any = None) ->
         ValueError: a document has no boundary after which something is predicted, or a mask does not fit.
     """
     check_model(model)
+    if scored is not None and (not np.iterable(scored) or isinstance(scored, str | bytes)):
+        raise TypeError(f"scored is {shown(scored)}; expected Bool[N - 1] for each document, or None")
     if not isinstance(documents, str | bytes | Mapping) and np.iterable(documents):
         rows = list(np.asarray(documents) if hasattr(documents, "shape") else documents)
         if rows and not isinstance(rows[0], str | Document) and not np.shape(rows[0]):
@@ -231,8 +233,6 @@ def checked(model: Decoder, documents: Any, segment: int, scored: Any = None) ->
     segment = whole_number("segment", segment)
     if segment < 1:
         raise ValueError(f"segment is {segment}; expected at least 1 token")
-    if scored is not None and (not np.iterable(scored) or isinstance(scored, str | bytes)):
-        raise TypeError(f"scored is {shown(scored)}; expected Bool[N - 1] for each document, or None")
     found = as_documents(documents, model)
     if scored is not None:
         masks = list(scored)
