@@ -280,7 +280,7 @@ def with_a_broken_word(word):
 @pytest.mark.parametrize(
     ("layer", "path", "where"),
     [
-        (0, ("mixer", "A_log"), r"layer 0 \(linear\), in row 0, tokens 0 to 15"),
+        (0, ("mixer", "A_log"), r"layer 0 \(linear\), in the state of head 0, in row 0, tokens 0 to 15"),
         (1, ("mixer", "v"), r"layer 1 \(attention\), in row 0, tokens 0 to 15"),
         (2, ("mlp", "down"), r"layer 2 \(linear\), in row 0, tokens 0 to 15"),
         (None, ("final_norm",), r"the logits, in row 0, tokens 0 to 15"),
