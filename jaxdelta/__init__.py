@@ -1,4 +1,4 @@
-"""Gated DeltaNet in JAX: segmented runs, truncation of the carried state, and what it costs. The contents page."""
+"""Gated DeltaNet and DeltaProduct in JAX, with the analysis of their carried states. The contents page."""
 
 import os
 
@@ -8,66 +8,119 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 __version__ = "0.1.0"
 
-from jaxdelta.analysis.ledger import ledger
-from jaxdelta.analysis.objectives import LogitDifference
-from jaxdelta.analysis.sensitivity import sensitivity
+from jaxdelta.analysis.compare import compare
+from jaxdelta.analysis.sensitivity.importance import head_importance
+from jaxdelta.analysis.sensitivity.maps import sensitivity, sensitivity_maps, tail_effect, tail_fisher, tail_gate
+from jaxdelta.analysis.sensitivity.objectives import LogitDifference, OfHidden, OfLogits
 from jaxdelta.analysis.sweep import sweep
+from jaxdelta.analysis.transitions.claims import ledger
+from jaxdelta.analysis.transitions.maps import ledger_of
 from jaxdelta.checkpoints import CheckpointError, embedded_models, inspect, load, save
-from jaxdelta.interventions import Truncate
-from jaxdelta.models.config import AttentionSizes, DeltaLMConfig, Qwen3_5Config
-from jaxdelta.models.decoder import Carry, Decoder, states, with_states
+from jaxdelta.documents import Document
+from jaxdelta.implementation import Implementation
+from jaxdelta.models.carry import Carry, states, with_states
+from jaxdelta.models.config import DeltaLMConfig, Qwen3_5Config
+from jaxdelta.models.decoder import Decoder
 from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.models.qwen3_5 import Qwen3_5
+from jaxdelta.nn.sizes import AttentionSizes
+from jaxdelta.ops import householder
 from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked
-from jaxdelta.ops.householder import active_rank, frozen_dimension, spectral_radius, transition
 from jaxdelta.ops.low_rank import truncate
 from jaxdelta.ops.nearest_product import nearest_product
 from jaxdelta.ops.reflections import reflections
 from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, stable_rank, threshold_rank
-from jaxdelta.results import ResultsError
-from jaxdelta.segments import NonFiniteError, Run, forward, init_carry, run
+from jaxdelta.results.folder import ResultsError
+from jaxdelta.runs.interventions import (
+    Filter,
+    Noise,
+    NoOp,
+    Perturbation,
+    Project,
+    Quantise,
+    Scale,
+    Sequential,
+    Swap,
+    Truncate,
+    Zero,
+)
+from jaxdelta.runs.observers import Edit, Named, added, added_at, multiplied, substituted
+from jaxdelta.runs.segments import NonFiniteError, Run, forward, init_carry, run
 
-__all__ = [
-    "AttentionSizes",
-    "Carry",
+__all__ = [  # noqa: RUF022
+    # checkpoints
     "CheckpointError",
+    "embedded_models",
+    "inspect",
+    "load",
+    "save",
+    # models
+    "AttentionSizes",
     "Decoder",
     "DeltaLM",
     "DeltaLMConfig",
-    "LogitDifference",
-    "NonFiniteError",
+    "Implementation",
     "Qwen3_5",
     "Qwen3_5Config",
-    "ResultsError",
+    # runs of one batch
+    "Carry",
+    "NonFiniteError",
     "Run",
-    "Truncate",
-    "active_rank",
-    "effective_rank",
-    "embedded_models",
-    "energy_rank",
     "forward",
-    "frozen_dimension",
+    "init_carry",
+    "run",
+    "states",
+    "with_states",
+    # interventions at boundaries
+    "Filter",
+    "NoOp",
+    "Noise",
+    "Perturbation",
+    "Project",
+    "Quantise",
+    "Scale",
+    "Sequential",
+    "Swap",
+    "Truncate",
+    "Zero",
+    # arrays inside of a segment: changed, kept
+    "Edit",
+    "added",
+    "added_at",
+    "multiplied",
+    "substituted",
+    "Named",
+    # many documents, kept in a results folder
+    "Document",
+    "ResultsError",
+    "compare",
+    "sweep",
+    # sensitivities
+    "LogitDifference",
+    "OfHidden",
+    "OfLogits",
+    "head_importance",
+    "sensitivity",
+    "sensitivity_maps",
+    "tail_effect",
+    "tail_fisher",
+    "tail_gate",
+    # transitions
+    "householder",
+    "ledger",
+    "ledger_of",
+    "nearest_product",
+    "reflections",
+    # functions of arrays
     "gated_delta_product",
     "gated_delta_product_chunked",
     "gated_delta_rule",
     "gated_delta_rule_chunked",
-    "init_carry",
-    "inspect",
-    "ledger",
-    "load",
-    "nearest_product",
-    "reflections",
-    "run",
-    "save",
-    "sensitivity",
-    "singular_values",
-    "spectral_radius",
-    "stable_rank",
-    "states",
-    "sweep",
-    "threshold_rank",
-    "transition",
     "truncate",
-    "with_states",
+    "effective_rank",
+    "energy_rank",
+    "singular_values",
+    "stable_rank",
+    "threshold_rank",
 ]

@@ -124,7 +124,7 @@ def jaxdelta_side(work: Path, say: Say) -> None:
     """Run this library on the same tokens, compare, and write ``comparison.json``; removes the reference's arrays."""
     import jaxdelta as jd
     from jaxdelta.cli.backend import check_backend
-    from jaxdelta.results import commit
+    from jaxdelta.results.folder import commit
 
     check_backend()
     job, tokens, clock = Job.read(work), np.load(work / "tokens.npy"), Clock()

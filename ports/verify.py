@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdelta.checkpoints import Info, inspect, load_tokenizer
+from jaxdelta.documents import embedded_texts, read_documents, tokenize
 from jaxdelta.report.terminal import Output
-from jaxdelta.tasks.documents import embedded_texts, read_documents, tokenize
 from ports import report
 from ports.references import UnusableReference
 from ports.sides import PROGRESS, Job
@@ -68,20 +68,26 @@ def parser() -> argparse.ArgumentParser:
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or a folder with one; default: the model's"
     )
     top.add_argument(
+        "--segment",
         "--segments",
+        dest="segments",
         type=_lengths,
         default=(256,),
         metavar="N[,N...]",
         help="tokens of a segment; of several numbers, the last is repeated to the end of the text; default: 256",
     )
-    top.add_argument("--tokens", type=int, default=1024, help="of the text, at most; default: 1024")
+    top.add_argument(
+        "--max-tokens", "--tokens", dest="tokens", type=int, default=1024, help="of the text, at most; default: 1024"
+    )
     top.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
         help="of this library's run; the reference runs in float32 (for bfloat16 in both); default: float32",
     )
-    top.add_argument("--output", type=Path, metavar="FOLDER", help="of the report; default: equivalence-MODEL")
+    top.add_argument(
+        "--out", "--output", dest="output", type=Path, metavar="FOLDER", help="of the report; default: equivalence-MODEL"
+    )
     top.add_argument("--revision", help="branch, tag or commit of a hub id")
     top.add_argument("--any-version", action="store_true", help="accept untested versions of the reference's packages")
     top.add_argument("--debug", action="store_true", help="show the traceback of a process that fails")

@@ -5,9 +5,13 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Two threads of OpenBLAS that wait for each other on a busy machine made small factorizations 250 times slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Most of the time goes into compiling programs that run once: the compiler's passes over single instructions are left out,
+# unless flags are given. The pass of .ci/run with the newest versions has them.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 
 
@@ -23,6 +27,14 @@ def dtype(request):
     """Run the test once in f32 and once in f64."""
     with jax.enable_x64(request.param == "float64"):
         yield jnp.dtype(request.param)
+
+
+@pytest.fixture
+def as_for_users():
+    """Annotations are not checked: the checks of types that tests switch on come first and have words of their own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,8 +6,8 @@ import numpy as np
 import xarray as xr
 
 import jaxdelta as jd
-from jaxdelta.analysis.transitions import _dataset, measures, whole_defects
-from jaxdelta.analysis.windows import WindowStream
+from jaxdelta.analysis.transitions.maps import _dataset, measures, whole_defects
+from jaxdelta.analysis.transitions.windows import WindowStream
 from tests.helpers import unit_keys
 
 # k [T * n, H, K], beta [T * n, H] and g [T, H] of each linear layer

@@ -13,6 +13,8 @@ from flax import nnx
 
 import jaxdelta as jd
 from jaxdelta.models import build
+from jaxdelta.runs.reverse import Tape, record
+from jaxdelta.runs.segments import text_of
 
 SEGMENT = 5
 EPS = 1e-5  # of central differences; in f64 both their errors are below 1e-9
@@ -47,6 +49,11 @@ DECAYS = (-5.0, -0.05, -1e-12, -0.5)  # of head after head; with the weights of 
 
 # layer, head, then matrices
 Change = Callable[[int, jax.Array], jax.Array]
+
+
+def recorded(model: jd.Decoder, tokens: np.ndarray, *, lengths: np.ndarray | None = None, **options) -> Tape:
+    """A tape of texts [B, N] in segments of SEGMENT tokens."""
+    return record(model, text_of(model, tokens, segment=SEGMENT, lengths=lengths), **options)
 
 
 def fresh(config, seed: int = 0) -> jd.Decoder:

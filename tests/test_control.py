@@ -8,8 +8,8 @@ import pytest
 
 import jaxdelta as jd
 from jaxdelta.checkpoints import ASSETS
-from jaxdelta.segments import run
-from jaxdelta.tasks.documents import embedded_texts, tokenize
+from jaxdelta.documents import embedded_texts, tokenize
+from jaxdelta.runs.segments import run
 
 NAMES = ("control", "control-product")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxdelta as jd
-from jaxdelta.interventions import Filter, Noise, Project, Quantise, Scale, Swap
 from jaxdelta.ops.soft_filter import soft_rank
+from jaxdelta.runs.interventions import Filter, Noise, Project, Quantise, Scale, Swap
 from tests import tiny
 
 SEGMENT = 7
@@ -98,10 +98,10 @@ def test_functions_of_arrays(no_rank_promotion):
         soft_rank(S, 0.5),
         *(jd.truncate(S, 2, method=method) for method in ("subspace", "eigh", "svd")),
         jax.grad(lambda S: jd.truncate(S, 2).sum())(S),
-        jd.transition(Q[:, :2], np.ones((2, 2)), np.ones(2)),
+        jd.householder.transition(Q[:, :2], np.ones((2, 2)), np.ones(2)),
         jd.reflections(Q).residual,
         jd.nearest_product(Q[0], 1).error,
-        jd.spectral_radius(Q),
+        jd.householder.spectral_radius(Q),
     ]
     assert all(np.isfinite(x).all() for x in found)
 

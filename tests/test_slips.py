@@ -1,23 +1,17 @@
 """Slips of the hand in the arguments of public functions: a sentence that names the argument, never an AttributeError."""
 
-import jaxtyping
 import numpy as np
 import pytest
 
 import jaxdelta as jd
-from jaxdelta.interventions import Truncate, Zero
+from jaxdelta.runs.interventions import Truncate, Zero
 from tests.tiny import model
 
 IDS = np.arange(40)[None] % 8
 SEGMENT = 16
 
 
-@pytest.fixture(autouse=True)
-def annotations_are_not_checked():
-    """As for users; the checks of types that tests switch on come first and have words of their own."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("as_for_users")
 
 
 def net():
@@ -114,15 +108,15 @@ def mapped(tokens=IDS[0], segment=SEGMENT, **options):
 
 MAPS = {
     "a name": (lambda: jd.sensitivity("control", IDS), TypeError, "model is 'control'"),
-    "a text": (mapped("w1 w2 w3"), TypeError, "tokens is 'w1 w2 w3'; expected the token ids"),
-    "nothing": (mapped(None), TypeError, "tokens is None"),
-    "a number": (mapped(3), TypeError, "tokens is 3"),
+    "a text": (mapped("w1 w2 w3"), TypeError, "documents is 'w1 w2 w3'; expected a list of texts"),
+    "nothing": (mapped(None), TypeError, "documents is None"),
+    "a number": (mapped(3), TypeError, "documents is 3"),
     "a mask of one axis for rows": (
         mapped(IDS, scored=MASK[0, 1:]),
         ValueError,
         r"1 documents and 39 masks",
     ),
-    "a mask of rows for one": (mapped(scored=MASK[:, 1:]), ValueError, r"scored of document 0 is bool\[1, 39\]"),
+    "a mask of rows for one": (mapped(scored=MASK[:, 1:]), ValueError, r"scored of document_0 is bool\[1, 39\]"),
     "a mask in a word": (mapped(scored="all"), TypeError, "scored is 'all'"),
     "a truth as mask": (mapped(scored=True), TypeError, "scored is True"),
     "a function": (mapped(intervention=lambda c: c), TypeError, "intervention is <function"),
@@ -135,7 +129,6 @@ MAPS = {
     "a float seed": (mapped(seed=1.5), TypeError, "seed is 1.5"),
     "a seed of 70 bits": (mapped(seed=2**70), ValueError, "seed is 1180591620717411303424"),
     "a float length": (mapped(max_length=64.0), TypeError, "max_length is 64.0"),
-    "too many names": (mapped(names=["a", "b"]), ValueError, "1 documents and 2 names"),
 }
 Q, V, G = np.ones((1, 5, 2, 3)), np.ones((1, 5, 2, 4)), np.zeros((1, 5, 2))
 OPS = {

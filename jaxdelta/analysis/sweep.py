@@ -6,40 +6,28 @@ scope; the attention layers are never touched, and the cut compounds. The protoc
 Qwen3.5-0.8B: segments of 256 tokens, mean next-token loss, copy tokens apart.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import jax
 import numpy as np
 import pyarrow as pa
 
-from jaxdelta import memory
-from jaxdelta.arguments import shown, whole_number, whole_numbers
-from jaxdelta.interventions import Truncate
-from jaxdelta.metrics import copy_mask, paired_difference
+from jaxdelta.analysis.compare import LOSSES, Difference, checked_sizes, differences, of_losses, padded_length, uncut
+from jaxdelta.arguments import whole_number, whole_numbers
+from jaxdelta.documents import Document
 from jaxdelta.models.config import DecoderConfig
-from jaxdelta.models.decoder import Decoder, check_model
+from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.low_rank import Method, largest_rank
-from jaxdelta.results import Results, ResultsError
-from jaxdelta.segments import NonFiniteError, check_tokens, num_boundaries, run
-from jaxdelta.tasks.documents import Document, identity, tokenize
+from jaxdelta.results.documents import Documents, Item, as_documents, of_document, opened, rows_of
+from jaxdelta.runs import capacity
+from jaxdelta.runs.interventions import Truncate
+from jaxdelta.runs.segments import NonFiniteError, run
+
+__all__ = ["Scope", "World", "make_worlds", "rank_array", "summarize", "sweep", "uncut"]
 
 Scope = Literal["all", "layer", "head"]
-
-SCHEMA = pa.schema(
-    [
-        ("document", pa.string()),
-        ("rank", pa.int32()),
-        ("layer", pa.int32()),
-        ("head", pa.int32()),
-        ("num_boundaries", pa.int32()),
-        ("num_tokens", pa.int32()),
-        ("loss", pa.float64()),
-        ("num_copy_tokens", pa.int32()),
-        ("copy_loss", pa.float64()),
-    ]
-)
+SCHEMA = pa.schema([("document", pa.string()), ("rank", pa.int32()), ("layer", pa.int32()), ("head", pa.int32()), *LOSSES])
 
 
 class World(NamedTuple):
@@ -53,26 +41,15 @@ class World(NamedTuple):
     head: int | None = None
 
 
-class Summary(NamedTuple):
-    """A world over all documents; losses are means over documents of mean nats a scored token.
-
-    ``percent`` is ``difference`` over the untouched loss; ``stderr`` is the paired standard error of ``difference``.
-    """
-
-    world: World
-    loss: float
-    difference: float
-    stderr: float
-    percent: float
-
-
 def sweep(
     model: Decoder,
-    documents: Sequence[str | np.ndarray] | dict[str, str] | list[Document],
+    documents: Documents,
     *,
     ranks: Sequence[int] = (1, 4, 12, 32),
     segment: int = 256,
     scope: Scope = "all",
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
     copy_gap: int = 512,
     method: Method | None = None,
     batch: int | None = None,
@@ -83,95 +60,75 @@ def sweep(
     """Losses of every document at every rank, and untouched.
 
     Args:
-        documents: texts (for the model's tokenizer), arrays of token ids, or a dict of texts by name.
+        documents: texts (for the model's tokenizer), arrays of token ids, Documents, or a mapping from names to the former.
         ranks: directions kept at every boundary, 1 .. min(K, V); the untouched rank min(K, V) is always run.
         segment: tokens between boundaries, fewer than the longest document has.
         scope: "all" cuts all heads at once, "layer" one linear layer at a time, "head" one head at a time.
+        layers: linear layers of the model that a narrower scope goes through; None is all of them.
+        heads: value heads that the scope "head" goes through; None is all of them.
         copy_gap: distance that makes a repeated bigram a copy token, in tokens.
         method: of the truncation, see :func:`jaxdelta.ops.low_rank.truncate`.
         batch: rows (document x world) run together; None takes as many as fit the memory.
-        out: results folder; parts finished there are not run again.
+        out: results folder; what is finished there is not run again, further documents and ranks are added.
         name: of the model, for the manifest.
         progress: called with the segments x rows done and their total.
 
     Returns:
         One row per document x world: document, rank, layer (the model's) and head (null where the scope is wider),
-        num_boundaries (after which a token is still predicted; where 0, nothing is cut), num_tokens (N - 1, all scored),
-        loss, num_copy_tokens, copy_loss (null without copy tokens); losses in mean nats a scored token.
+        num_boundaries (after which a token is still predicted; where 0, nothing is cut), num_tokens (scored), loss,
+        num_copy_tokens, copy_loss (null without copy tokens); losses in mean nats a scored token.
 
     Raises:
-        ValueError: ranks, documents or segment out of bounds; ``ResultsError``, ``NonFiniteError`` and ``MemoryError`` of
-            the modules that raise them.
+        ValueError: ranks, layers, heads, documents or segment out of bounds; ``ResultsError``, ``NonFiniteError`` and
+            ``MemoryError`` of the modules that raise them.
 
-    The width of the subspace follows from the largest rank of the sweep, so a row may differ within the truncation's
+    The width of the subspace follows from the largest rank of the call, so a row may differ within the truncation's
     tolerance from that of a sweep over other ranks.
     """
-    check_model(model)
-    segment, copy_gap = whole_number("segment", segment), whole_number("copy_gap", copy_gap)
+    documents = as_documents(documents, model)
+    segment, copy_gap = checked_sizes(documents, segment, copy_gap)
     batch = None if batch is None else whole_number("batch", batch)
-    if segment < 1 or copy_gap < 0 or (batch is not None and batch < 1):
-        raise ValueError(
-            f"segment = {segment}, copy_gap = {copy_gap}, batch = {batch}; expected at least 1 token, 0 tokens and 1 row"
-        )
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch = {batch}; expected at least 1 row")
     config = model.config
-    documents = _as_documents(documents, model)
-    worlds = make_worlds(config, ranks, scope)
-    grid = [(document, world) for document in documents for world in worlds]
-    longest = max(len(d.tokens) for d in documents)
-    if not num_boundaries(longest, segment):
-        raise ValueError(f"the longest document has {longest} tokens: segments of {segment} leave no boundary to cut at")
-    longest = -(-longest // segment) * segment
-    planned = batch
-    if planned is None:
-        needed = memory.run_memory(config, dtype=model.dtype.name, segment=segment, max_length=longest)
+    worlds = make_worlds(config, ranks, scope, layers=layers, heads=heads)
+    length = padded_length(documents, segment)
+    count = len(documents) * len(worlds)
+    if batch is None:
+        needed = capacity.run_memory(config, dtype=model.dtype.name, segment=segment, max_length=length)
         # One document's worlds keep a CPU busy, and a run that is killed loses no more than these.
-        planned = memory.rows_that_fit(needed, len(worlds) if jax.default_backend() == "cpu" else len(grid))
-    configuration = dict(
-        analysis="sweep",
-        **identity(model, name, documents, kept=out is not None),
-        ranks=sorted({world.rank for world in worlds}),
-        segment=segment,
-        scope=scope,
-        copy_gap=copy_gap,
-        method=method,
-    )
-    results = None if out is None else Results(Path(out), configuration, {"batch": planned})
-    if results is not None:
-        planned = results.plan["batch"]
-        if batch not in (None, planned):
-            raise ResultsError(
-                f"{out} was begun with batches of {planned} rows, not {batch}; go on with that, or elsewhere"
-            )
-    batch = planned
-
+        batch = capacity.rows_that_fit(needed, count if capacity.has_own_memory() else len(worlds))
     max_rank = largest_rank([world.rank for world in worlds], config.max_rank)
-    total, done, tables = len(grid) * (longest // segment), 0, []
-    for index, begin in enumerate(range(0, len(grid), batch)):
-        rows = grid[begin : begin + batch]
-        table = results.part(index) if results is not None else None
-        if table is None:
-            before = done
-            filled = rows + rows[:1] * (min(batch, len(grid)) - len(rows))  # one shape, compiled once
+    results = opened(out, model, name, "sweep", segment=segment, copy_gap=copy_gap, method=method)
+    items = [Item(of_document(d, **world._asdict()), (d, world), length // segment) for d in documents for world in worlds]
 
-            def advance(i: int, before=before, rows=rows) -> None:
-                progress(before + (i + 1) * len(rows), total)
+    def work(rows: list[tuple[Document, World]], progress) -> list[pa.Table]:
+        filled = rows + rows[:1] * (min(batch, count) - len(rows))  # one shape, compiled once
+        cut = Truncate(np.stack([rank_array(config, world) for _, world in filled]), method=method, max_rank=max_rank)
+        losses = _losses(model, filled, cut, segment=segment, max_length=length, progress=progress)
+        return [
+            pa.Table.from_pylist(
+                [{"document": d.name} | world._asdict() | of_losses(d, row, segment, copy_gap)], schema=SCHEMA
+            )
+            for (d, world), row in zip(rows, losses, strict=False)
+        ]
 
-            cut = Truncate(np.stack([rank_array(config, world) for _, world in filled]), method=method, max_rank=max_rank)
-            losses = _run_rows(model, filled, cut, segment=segment, max_length=longest, advance=advance)
-            table = _table(rows, losses, segment, copy_gap)
-            if results is not None:
-                results.write_part(index, table)
-        done += len(rows) * (longest // segment)
-        progress(done, total)
-        tables.append(table)
-    return pa.concat_tables(tables) if results is None else results.finish(len(tables))
+    return rows_of(items, work, results=results, at_once=batch, progress=progress)
 
 
-def make_worlds(config: DecoderConfig, ranks: Sequence[int], scope: Scope = "all") -> list[World]:
+def make_worlds(
+    config: DecoderConfig,
+    ranks: Sequence[int],
+    scope: Scope = "all",
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> list[World]:
     """The untouched world, then one for each rank and each part in scope.
 
     Raises:
-        ValueError: no rank, one outside of 1 .. min(K, V), or an unknown scope.
+        ValueError: no rank, one outside of 1 .. min(K, V), an unknown scope, or layers or heads that the model does not
+            have or the scope does not go through.
     """
     if scope not in ("all", "layer", "head"):
         raise ValueError(f"scope is {scope!r}; expected all, layer or head")
@@ -179,9 +136,22 @@ def make_worlds(config: DecoderConfig, ranks: Sequence[int], scope: Scope = "all
     wrong = [r for r in ranks if not 1 <= r <= config.max_rank]
     if wrong or not ranks:
         raise ValueError(f"ranks {ranks}: expected whole numbers from 1 to min(K, V) = {config.max_rank}")
-    layers = config.linear_layers if scope != "all" else (None,)
-    heads = range(config.num_value_heads) if scope == "head" else (None,)
-    cut = [World(r, layer, head) for r in ranks if r < config.max_rank for layer in layers for head in heads]
+    through = {
+        "layers": (layers, config.linear_layers, scope != "all"),
+        "heads": (heads, range(config.num_value_heads), scope == "head"),
+    }
+    places = []
+    for name, (asked, known, goes) in through.items():
+        if asked is None:
+            places.append(list(known) if goes else [None])
+            continue
+        if not goes:
+            raise ValueError(f"{name} are given, and the scope {scope!r} does not go through them")
+        chosen = sorted(set(whole_numbers(name, asked)))
+        if not chosen or not set(chosen) <= set(known):
+            raise ValueError(f"{name} {chosen}: expected some of {list(known)}")
+        places.append(chosen)
+    cut = [World(r, layer, head) for r in ranks if r < config.max_rank for layer in places[0] for head in places[1]]
     return [World(config.max_rank), *cut]
 
 
@@ -193,81 +163,27 @@ def rank_array(config: DecoderConfig, world: World) -> np.ndarray:
     return rank
 
 
-def uncut(rows: pa.Table) -> list[str]:
-    """Names of the documents that are over before a state is cut: every world of theirs is the untouched one."""
-    return list(dict.fromkeys(row["document"] for row in rows.to_pylist() if row["num_boundaries"] == 0))
-
-
-def summarize(rows: pa.Table, *, copy_tokens: bool = False, with_uncut: bool = False) -> list[Summary]:
-    """Each world over all documents, the untouched one first; of copy tokens over the documents that have any.
-
-    Documents without a boundary would thin the differences out; they are left out unless ``with_uncut``.
-    """
-    left_out = set() if with_uncut else set(uncut(rows))
-    column, count = ("copy_loss", "num_copy_tokens") if copy_tokens else ("loss", "num_tokens")
-    by_world: dict[World, dict[str, float]] = {}
-    for row in rows.to_pylist():
-        losses = by_world.setdefault(World(row["rank"], row["layer"], row["head"]), {})
-        if row[count] and row["document"] not in left_out:
-            losses[row["document"]] = row[column]
-    untouched = by_world[max(by_world, key=lambda world: (world.rank, world.layer is None))]
-    if not untouched:
-        return []
-    base = np.array(list(untouched.values()))
-    found = []
-    for world, losses in by_world.items():
-        values = np.array([losses[document] for document in untouched])
-        difference, stderr = paired_difference(values, base)
-        found.append(Summary(world, float(values.mean()), difference, stderr, 100 * difference / float(base.mean())))
+def summarize(rows: pa.Table, *, copy_tokens: bool = False, with_uncut: bool = False) -> list[Difference]:
+    """Each world over all documents, the untouched one first; see :func:`~jaxdelta.analysis.compare.differences`."""
+    columns = World._fields
+    worlds = {World(*(row[c] for c in columns)) for row in rows.select(columns).to_pylist()}
+    untouched = max(worlds, key=lambda world: (world.rank, world.layer is None))
+    found = differences(rows, columns, untouched=untouched, copy_tokens=copy_tokens, with_uncut=with_uncut)
+    found = [one._replace(world=World(*one.world)) for one in found]
     return sorted(found, key=lambda s: (-s.world.rank, s.world.layer or -1, s.world.head or -1))
 
 
-def _as_documents(documents, model: Decoder) -> list[Document]:
-    if isinstance(documents, str | bytes) or not np.iterable(documents):
-        raise TypeError(f"documents is {shown(documents)}; expected a list of texts or of arrays of token ids, or a dict")
-    documents = documents if isinstance(documents, dict) else list(documents)
-    if isinstance(documents, list) and documents and np.isscalar(documents[0]) and not isinstance(documents[0], str):
-        raise ValueError("documents is one row of token ids; expected a list of rows, such as [ids]")
-    if not (isinstance(documents, list) and documents and isinstance(documents[0], Document)):
-        documents = tokenize(documents, model.tokenizer, vocab_size=model.config.vocab_size)
-    names = [document.name for document in documents]
-    if len(set(names)) < len(names):
-        raise ValueError(f"documents share names: {sorted({n for n in names if names.count(n) > 1})}")
-    for document in documents:
-        if len(document.tokens) < 2:
-            raise ValueError(f"{document.name} has {len(document.tokens)} tokens; at least 2 are needed to score one")
-        check_tokens(document.tokens, model.config.vocab_size)
-    return documents
-
-
-def _run_rows(
-    model: Decoder, rows: list[tuple[Document, World]], cut: Truncate, *, segment: int, max_length: int, advance
+def _losses(
+    model: Decoder, rows: list[tuple[Document, World]], cut: Truncate, *, segment: int, max_length: int, progress
 ) -> np.ndarray:
+    """Losses [rows, max_length - 1]."""
     lengths = np.array([len(document.tokens) for document, _ in rows])
     tokens = np.zeros((len(rows), max_length), np.int32)
     for row, (document, _) in zip(tokens, rows, strict=True):
         row[: len(document.tokens)] = document.tokens
     sizes = dict(segment=segment, lengths=lengths, max_length=max_length)
     try:
-        return run(model, tokens, intervention=cut, after_segment=advance, **sizes).losses
+        return run(model, tokens, intervention=cut, progress=progress, **sizes).losses
     except NonFiniteError as error:
         document, world = rows[error.row]
         raise NonFiniteError(f"document {document.name}, rank {world.rank}: {error}", error.row) from None
-
-
-def _table(rows: list[tuple[Document, World]], losses: np.ndarray, segment: int, copy_gap: int) -> pa.Table:
-    def entries() -> Iterator[dict]:
-        for (document, world), row in zip(rows, losses, strict=False):
-            scored = row[: len(document.tokens) - 1].astype(np.float64)
-            copies = copy_mask(document.tokens, copy_gap)
-            yield dict(
-                document=document.name,
-                **world._asdict(),
-                num_boundaries=num_boundaries(len(document.tokens), segment),
-                num_tokens=len(scored),
-                loss=scored.mean(),
-                num_copy_tokens=int(copies.sum()),
-                copy_loss=scored[copies].mean() if copies.any() else None,
-            )
-
-    return pa.Table.from_pylist(list(entries()), schema=SCHEMA)

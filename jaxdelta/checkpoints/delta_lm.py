@@ -27,7 +27,8 @@ from jaxdelta.checkpoints.key_table import (
     require,
     tied_embeddings,
 )
-from jaxdelta.models.config import CHOICES, FAMILIES, AttentionSizes, DeltaLMConfig
+from jaxdelta.models.config import CHOICES, FAMILIES, DeltaLMConfig
+from jaxdelta.nn.sizes import AttentionSizes
 
 MODEL_TYPES = FAMILIES
 ARCHITECTURES = {

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxdelta.checkpoints import load, load_tokenizer
+from jaxdelta.documents import Document, embedded_texts, read_documents, tokenize
 from jaxdelta.models.decoder import Decoder
-from jaxdelta.tasks.documents import Document, embedded_texts, read_documents, tokenize
 
 MODEL_HELP = "embedded model, folder in Hugging Face's format, or hub id (owner/name, downloaded whole)"
 

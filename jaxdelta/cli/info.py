@@ -24,7 +24,7 @@ def add_info(commands) -> None:
 def info_command(arguments: argparse.Namespace, console: Output) -> None:
     """Describe a checkpoint."""
     from jaxdelta.checkpoints import inspect
-    from jaxdelta.memory import gib, run_memory
+    from jaxdelta.runs.capacity import gib, run_memory
 
     info = inspect(arguments.model, revision=arguments.revision)
     c = info.config

@@ -13,14 +13,15 @@ def add_ledger(commands) -> None:
         "ledger",
         help="what a product of n_h Householder factors can forget and rotate, and where a model's transitions lie",
         description="Measure what is said of products of n_h Householder factors on matrices drawn at random, in float64. "
-        "With --model: where its write strengths, keys and decays put every token's transition (eigenvalues, spectral "
+        "With a model: where its write strengths, keys and decays put every token's transition (eigenvalues, spectral "
         "radius, active rank), and what products over windows of tokens freeze, forget and mix.",
     )
     ledger.set_defaults(call=ledger_command)
     ledger.add_argument("--dim", type=int, default=16, help="size of the matrices, at least 8; default: 16")
     ledger.add_argument("--draws", type=int, default=200, help="of keys and strengths, for each n_h; default: 200")
     ledger.add_argument("--seed", type=SEED, default=0, help="of the draws; default: 0")
-    ledger.add_argument("--model", help=f"{MODEL_HELP}; default: none, matrices drawn at random")
+    ledger.add_argument("model", nargs="?", help=f"{MODEL_HELP}; default: none, matrices drawn at random")
+    ledger.add_argument("--model", dest="named", metavar="MODEL", help="the same")
     add_document_arguments(
         ledger, "the same command continues it; default: results/ledger-MODEL; without a model they are not kept"
     )
@@ -37,16 +38,20 @@ def ledger_command(arguments: argparse.Namespace, console: Output) -> None:
         "dtype": "float32",
         "revision": None,
     }
+    if arguments.named is not None:
+        if arguments.model not in (None, arguments.named):
+            raise ValueError(f"two models are given: {arguments.model} and --model {arguments.named}")
+        arguments.model = arguments.named
     has_model = arguments.model is not None
     other, where = (of_claims, "without") if has_model else (of_model, "with")
     for name, default in other.items():
         if getattr(arguments, name) != default:
-            raise ValueError(f"--{name.replace('_', '-')} is for a ledger {where} --model")
+            raise ValueError(f"--{name.replace('_', '-')} is for a ledger {where} a model")
     (_model_ledger if has_model else _claims_ledger)(arguments, console)
 
 
 def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
-    from jaxdelta.analysis.ledger import ledger
+    from jaxdelta.analysis.transitions.claims import ledger
     from jaxdelta.report.ledger import tables
 
     rows = ledger(dim=arguments.dim, draws=arguments.draws, seed=arguments.seed, out=arguments.out)
@@ -56,7 +61,7 @@ def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
 
 
 def _model_ledger(arguments: argparse.Namespace, console: Output) -> None:
-    from jaxdelta.analysis.transitions import ledger_of
+    from jaxdelta.analysis.transitions.maps import ledger_of
     from jaxdelta.report import transitions as report
 
     out, model, documents = opened(arguments, "ledger")

@@ -42,11 +42,11 @@ def add_sensitivity(commands) -> None:
 
 def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
     """Run sensitivities, and on request measured removals, and print what they say."""
-    from jaxdelta.analysis import validation
-    from jaxdelta.analysis.sensitivity import sensitivity_maps
-    from jaxdelta.interventions import Truncate
+    from jaxdelta.analysis.sensitivity import validation
+    from jaxdelta.analysis.sensitivity.maps import sensitivity_maps
     from jaxdelta.report import sensitivity as report
-    from jaxdelta.results import finished_rows, to_zarr, write_whole
+    from jaxdelta.results.folder import finished_rows, to_zarr, write_whole
+    from jaxdelta.runs.interventions import Truncate
 
     if arguments.validate and (arguments.loss != "next_token" or arguments.rank is not None):
         raise ValueError("--validate measures removals by the next-token loss of the untouched model: no --loss, no --rank")

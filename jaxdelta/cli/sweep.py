@@ -26,6 +26,19 @@ def add_sweep(commands) -> None:
         f"default: those of {','.join(map(str, DEFAULT_RANKS))} below min(K, V)",
     )
     cut.add_argument(
+        "--scope",
+        choices=("all", "layer", "head"),
+        default="all",
+        help="what is cut together: all heads, those of one linear layer at a time, or one head at a time; default: all",
+    )
+    cut.add_argument(
+        "--layers",
+        type=ranks,
+        metavar="L,L,...",
+        help="layers of the model that a narrower scope goes through",
+    )
+    cut.add_argument("--heads", type=ranks, metavar="H,H,...", help="heads that the scope head goes through")
+    cut.add_argument(
         "--copy-gap",
         type=int,
         default=512,
@@ -56,6 +69,9 @@ def sweep_command(arguments: argparse.Namespace, console: Output) -> None:
             documents,
             ranks=kept,
             segment=arguments.segment,
+            scope=arguments.scope,
+            layers=arguments.layers,
+            heads=arguments.heads,
             copy_gap=arguments.copy_gap,
             method=arguments.method,
             batch=arguments.batch,
@@ -63,6 +79,6 @@ def sweep_command(arguments: argparse.Namespace, console: Output) -> None:
             name=arguments.model,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    figures = report.write_figure(rows, out)
+    figures = report.write_figures(rows, out)
     console.print(report.table(rows))
     console.written(out, ["rows.csv", "rows.parquet", "manifest.json", *(file.name for file in figures)])

@@ -1,7 +1,9 @@
 """Configurations of the model families, in this library's names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
+
+from jaxdelta.nn.sizes import AttentionSizes, LinearSizes
 
 LayerKind = Literal["linear", "attention"]
 Family = Literal["delta_net", "gated_deltanet", "gated_deltaproduct"]
@@ -65,16 +67,25 @@ class DecoderConfig:
         """Model layer index of each linear layer, in depth order."""
         return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "linear")
 
-    @property
-    def conv_channels(self) -> int:
-        """E: queries, keys and values of a linear layer side by side."""
-        n = self.num_householder
-        return (1 + n) * self.num_key_heads * self.key_dim + n * self.num_value_heads * self.value_dim
+    def linear_of(self, layer: int) -> LinearSizes:
+        """Sizes of a layer of the model that is a linear layer."""
+        return LinearSizes(
+            **{field.name: getattr(self, field.name) for field in fields(LinearSizes) if hasattr(self, field.name)}
+        )
 
     @property
-    def attention_sizes(self) -> tuple["AttentionSizes", ...]:
+    def conv_channels(self) -> int:
+        """E of a linear layer: queries, keys and values side by side."""
+        return self.linear_of(0).conv_channels
+
+    @property
+    def attention_sizes(self) -> tuple[AttentionSizes, ...]:
         """Of each attention layer in depth order its heads and rotation."""
         raise NotImplementedError
+
+    def attention_of(self, layer: int) -> AttentionSizes:
+        """Sizes of a layer of the model that is an attention layer."""
+        return self.attention_sizes[self.layer_kinds[:layer].count("attention")]
 
     @property
     def max_rank(self) -> int:
@@ -147,7 +158,7 @@ class Qwen3_5Config(DecoderConfig):
             raise ValueError(f"rotary_dim is {self.rotary_dim}; expected an even number up to head_dim = {self.head_dim}")
 
     @property
-    def attention_sizes(self) -> tuple["AttentionSizes", ...]:
+    def attention_sizes(self) -> tuple[AttentionSizes, ...]:
         sizes = AttentionSizes(
             self.num_query_heads, self.num_kv_heads, self.head_dim, self.rope_theta, rotary_dim=self.rotary_dim
         )
@@ -192,45 +203,6 @@ class Qwen3_5Config(DecoderConfig):
             rotary_dim=12,
         )
         return cls(**(sizes | changes))
-
-
-@dataclass(frozen=True)
-class AttentionSizes:
-    """Sizes of a plain attention layer.
-
-    Attributes:
-        num_query_heads: query heads, a multiple of ``num_kv_heads``.
-        num_kv_heads: key/value heads.
-        head_dim: of a head.
-        rope_theta: base of the rotation's frequencies.
-        window: tokens that a token reads, itself included; None is all before it.
-        rotary_dim: leading entries of a head that rotate with the position, even; None is all of them.
-        bias: whether queries, keys and values have a bias.
-
-    Raises:
-        ValueError: sizes that contradict one another.
-    """
-
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 1e4
-    window: int | None = None
-    rotary_dim: int | None = None
-    bias: bool = False
-
-    def __post_init__(self):
-        if min(self.num_query_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_query_heads % self.num_kv_heads:
-            raise ValueError(f"{self}: query heads are no multiple of key/value heads, or a size is below 1")
-        if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
-            raise ValueError(f"{self.rotated} entries rotate; expected an even number up to head_dim = {self.head_dim}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}; expected at least 1 token")
-
-    @property
-    def rotated(self) -> int:
-        """Entries of a head that rotate."""
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -313,10 +285,6 @@ class DeltaLMConfig(DecoderConfig):
     def num_query_heads(self) -> int:
         """Query heads of the widest attention layer; 0 where there is none."""
         return max((sizes.num_query_heads for sizes in self.attention), default=0)
-
-    def attention_of(self, layer: int) -> AttentionSizes:
-        """Sizes of a layer of the model that is an attention layer."""
-        return self.attention[self.layer_kinds[:layer].count("attention")]
 
     @classmethod
     def tiny(cls, family: Family = "gated_deltaproduct", **changes) -> "DeltaLMConfig":

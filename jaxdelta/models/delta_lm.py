@@ -17,5 +17,5 @@ class DeltaLM(Decoder):
 
     def mixer(self, layer: int, *, dtype, rngs: nnx.Rngs) -> nnx.Module:
         if self.config.layer_kinds[layer] == "linear":
-            return GatedDeltaProduct(self.config, dtype=dtype, rngs=rngs)
+            return GatedDeltaProduct(self.config.linear_of(layer), dtype=dtype, rngs=rngs)
         return Attention(self.config.width, self.config.attention_of(layer), dtype=dtype, rngs=rngs)

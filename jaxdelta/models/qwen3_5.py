@@ -16,5 +16,7 @@ class Qwen3_5(Decoder):
     NORM_OFFSET = 1.0
 
     def mixer(self, layer: int, *, dtype, rngs: nnx.Rngs) -> nnx.Module:
-        kind = GatedDeltaNet if self.config.layer_kinds[layer] == "linear" else GatedAttention
-        return kind(self.config, dtype=dtype, rngs=rngs)
+        c = self.config
+        if c.layer_kinds[layer] == "linear":
+            return GatedDeltaNet(c.linear_of(layer), dtype=dtype, rngs=rngs)
+        return GatedAttention(c.width, c.attention_of(layer), c.norm_eps, dtype=dtype, rngs=rngs)

@@ -18,8 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdelta.dims import HIGHEST, accumulation_dtype, along_last, linear
-from jaxdelta.models.config import AttentionSizes
+from jaxdelta.nn.mixer import Span
 from jaxdelta.nn.parameters import constant, normal
+from jaxdelta.nn.sizes import AttentionSizes
 
 QUERY_BLOCK = 512  # queries whose scores are held at once
 SHORTEST_PREFIX = 512
@@ -33,7 +34,28 @@ class AttentionCarry(NamedTuple):
     values: Array
 
 
-class Attention(nnx.Module):
+class AttentionMixer(nnx.Module):
+    """An attention layer of ``sizes``. Arrays that a tap is shown, in this order:
+
+    ================  ==================  ==========================================
+    ``q``             Float[B T A d]      queries, normalised and rotated
+    ``k``, ``v``      Float[B T G d]      as they are written to the cache
+    ``head_output``   Float[B T A d]      of each query head
+    ``mixer_output``  Float[B T D]        added to the residual stream
+    ================  ==================  ==========================================
+    """
+
+    NAMES = ("q", "k", "v", "head_output", "mixer_output")
+    kind = "attention"
+    sizes: AttentionSizes
+
+    def init_carry(self, batch: int, max_length: int, dtype) -> AttentionCarry:
+        """An empty cache of ``max_length`` places for ``batch`` texts."""
+        shape = (batch, max_length, self.sizes.num_kv_heads, self.sizes.head_dim)
+        return AttentionCarry(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+class Attention(AttentionMixer):
     """Plain attention; weights are [out, in], biases f32 where there are any."""
 
     def __init__(self, width: int, sizes: AttentionSizes, *, dtype, rngs: nnx.Rngs):
@@ -45,50 +67,32 @@ class Attention(nnx.Module):
                 setattr(self, name + "_bias", constant((rows,), 0.0))
         self.out = normal(rngs, (width, A * d), dtype)
 
-    def init_carry(self, batch: int, max_length: int, dtype) -> AttentionCarry:
-        """An empty cache of ``max_length`` places for ``batch`` texts."""
-        return empty_cache(batch, max_length, self.sizes.num_kv_heads, self.sizes.head_dim, dtype)
-
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        carry: AttentionCarry,
-        positions: Int[Array, "B T"],
-        length: Int[Array, " B"] | None = None,
+        self, x: Float[Array, "B T D"], carry: AttentionCarry, span: Span
     ) -> tuple[Float[Array, "B T D"], AttentionCarry]:
-        """Tokens of a segment at ``positions`` of their texts; ``length``: leading ones that are text, all where None."""
-        d = self.sizes.head_dim
+        """Tokens of a segment; padding is written nowhere."""
+        d, tap = self.sizes.head_dim, span.tap
         q, k, v = (self._projected(x, name).reshape(*x.shape[:2], -1, d) for name in ("q", "k", "v"))
-        angles = rotary_angles(positions, self.sizes.rotated, self.sizes.rope_theta)
-        carry = append(carry, rotate(k, angles), v, positions, length)
-        y = attend(rotate(q, angles), carry, positions, last=jnp.max(positions), window=self.sizes.window)
-        return linear(y.reshape(*x.shape[:2], -1), self.out[...]), carry
+        angles = rotary_angles(span.positions, self.sizes.rotated, self.sizes.rope_theta)
+        q, k, v = tap("q", rotate(q, angles)), tap("k", rotate(k, angles)), tap("v", v)
+        carry = append(carry, k, v, span)
+        y = tap("head_output", attend(q, carry, span, window=self.sizes.window))
+        return tap("mixer_output", linear(y.reshape(*x.shape[:2], -1), self.out[...])), carry
 
     def _projected(self, x: Array, name: str) -> Array:
         y = linear(x, getattr(self, name)[...])
         return (y + along_last(getattr(self, name + "_bias")[...], y)).astype(y.dtype) if self.sizes.bias else y
 
 
-def empty_cache(batch: int, max_length: int, heads: int, head_dim: int, dtype) -> AttentionCarry:
-    """A cache of ``max_length`` places for ``batch`` texts."""
-    shape = (batch, max_length, heads, head_dim)
-    return AttentionCarry(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
-def append(
-    carry: AttentionCarry,
-    k: Float[Array, "B T G d"],
-    v: Float[Array, "B T G d"],
-    positions: Int[Array, "B T"],
-    length: Int[Array, " B"] | None,
-) -> AttentionCarry:
+def append(carry: AttentionCarry, k: Float[Array, "B T G d"], v: Float[Array, "B T G d"], span: Span) -> AttentionCarry:
     """Write the tokens of text at their positions; padding, and what lies beyond the cache, is dropped."""
-    B, T = positions.shape
-    if length is not None:
-        positions = jnp.where(jnp.arange(T)[None] < length[:, None], positions, carry.keys.shape[1])
+    positions = span.positions
+    if span.length is not None:
+        positions = jnp.where(span.is_text, positions, carry.keys.shape[1])
+    rows = jnp.arange(len(positions))[:, None]
 
     def written(cache: Array, new: Array) -> Array:
-        return cache.at[jnp.arange(B)[:, None], positions].set(new.astype(cache.dtype), mode="drop")
+        return cache.at[rows, positions].set(new.astype(cache.dtype), mode="drop")
 
     return AttentionCarry(written(carry.keys, k), written(carry.values, v))
 
@@ -115,27 +119,23 @@ def rotate(x: Float[Array, "B T A d"], angles: Float[Array, "B T R"]) -> Float[A
 def attend(
     q: Float[Array, "B T A d"],
     carry: AttentionCarry,
-    positions: Int[Array, "B T"],
+    span: Span,
     *,
-    last: Int[Array, ""],
     window: int | None = None,
 ) -> Float[Array, "B T A d"]:
-    """Causal attention of queries at ``positions`` to the cache, of the last ``window`` tokens where it is given.
-
-    ``last``: the highest position that any query has.
-    """
+    """Causal attention of a segment's queries to the cache, of the last ``window`` tokens where it is given."""
     B, T, A, d = q.shape
     M, G = carry.keys.shape[1:3]
     lengths = _prefix_lengths(min(T, M), M)
-    # One text and group at a time on a CPU: of a product with leading axes XLA copies the scores, transposed, backward.
-    each = jax.lax.map if jax.default_backend() == "cpu" else _together
+    each = jax.lax.map if span.implementation.attention == "one by one" else _together
+    positions = span.positions
 
     def over(length: int):
         # Without the checkpoint reverse mode would keep, and fill with zeros, the scores of every branch.
         one = jax.checkpoint(lambda x: _attend(x[0], x[1][:length], x[2][:length], x[3], window))
         return lambda *x: each(one, x)
 
-    branch = jnp.searchsorted(jnp.asarray(lengths), last, side="right")
+    branch = jnp.searchsorted(jnp.asarray(lengths), jnp.max(positions), side="right")
     q = jnp.moveaxis(q.reshape(B, T, G, A // G, d), 2, 1)
     keys, values = (jnp.moveaxis(x, 2, 1) for x in carry)
     groups = (x.reshape(B * G, *x.shape[2:]) for x in (q, keys, values))

@@ -16,9 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxdelta.dims import along_last, linear
-from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.nn.linear_mixer import LinearMixer
+from jaxdelta.nn.mixer import LinearMixer
 from jaxdelta.nn.parameters import constant, normal
+from jaxdelta.nn.sizes import LinearSizes
 from jaxdelta.ops.delta_rule import bounded
 from jaxdelta.ops.norms import gated_rms_norm, l2norm
 
@@ -29,14 +29,14 @@ SHORTEST_STEP = 1e-30  # no decay at a rate that a trained layer has
 class GatedDeltaNet(LinearMixer):
     """Linear layer; weights are [out, in], ``conv`` is [E, W], ``A_log``, ``dt_bias`` and ``norm`` are f32."""
 
-    def __init__(self, config: Qwen3_5Config, *, dtype, rngs: nnx.Rngs):
-        D, H, V = config.width, config.num_value_heads, config.value_dim
-        self.config = config
-        self.in_qkv = normal(rngs, (config.conv_channels, D), dtype)
+    def __init__(self, sizes: LinearSizes, *, dtype, rngs: nnx.Rngs):
+        D, H, V = sizes.width, sizes.num_value_heads, sizes.value_dim
+        self.sizes = sizes
+        self.in_qkv = normal(rngs, (sizes.conv_channels, D), dtype)
         self.in_z = normal(rngs, (H * V, D), dtype)
         self.in_b = normal(rngs, (H, D), dtype)
         self.in_a = normal(rngs, (H, D), dtype)
-        self.conv = normal(rngs, (config.conv_channels, config.conv_width), dtype, scale=config.conv_width**-0.5)
+        self.conv = normal(rngs, (sizes.conv_channels, sizes.conv_width), dtype, scale=sizes.conv_width**-0.5)
         self.A_log, self.dt_bias = decay_parameters(rngs, H)
         self.norm = constant((V,), 1.0)
         self.out = normal(rngs, (D, H * V), dtype)
@@ -51,7 +51,7 @@ class GatedDeltaNet(LinearMixer):
 
     def heads(self, qkv: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
         """q and k, l2-normalised, and v, each [B, T, H, K or V]."""
-        c = self.config
+        c = self.sizes
         at = c.num_key_heads * c.key_dim
         q, k, v = jnp.split(jax.nn.silu(qkv), (at, 2 * at), axis=-1)
         groups = c.num_value_heads // c.num_key_heads
@@ -67,7 +67,7 @@ class GatedDeltaNet(LinearMixer):
     def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
         """Gated norm of each head."""
         z = linear(x, self.in_z[...]).reshape(o.shape)
-        return gated_rms_norm(o, self.norm[...], z, eps=self.config.norm_eps)
+        return gated_rms_norm(o, self.norm[...], z, eps=self.sizes.norm_eps)
 
 
 def log_decay(x: Float[Array, "B T H"], A_log: Float[Array, " H"], dt_bias: Float[Array, " H"]) -> Float[Array, "B T H"]:

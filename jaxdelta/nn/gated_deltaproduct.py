@@ -16,10 +16,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxdelta.dims import accumulation_dtype, linear
-from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.nn.gated_deltanet import decay_parameters, log_decay
-from jaxdelta.nn.linear_mixer import LinearMixer
+from jaxdelta.nn.mixer import LinearMixer
 from jaxdelta.nn.parameters import constant, normal
+from jaxdelta.nn.sizes import LinearSizes
 from jaxdelta.ops.norms import gated_rms_norm, l2norm, rms_norm
 
 ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "elu": lambda x: jax.nn.elu(x) + 1, "identity": lambda x: x}
@@ -29,22 +29,21 @@ GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 class GatedDeltaProduct(LinearMixer):
     """Linear layer; weights are [out, in], filters [E, W], ``A_log``, ``dt_bias`` and ``norm`` f32."""
 
-    def __init__(self, config: DeltaLMConfig, *, dtype, rngs: nnx.Rngs):
-        D, G, H, K, V = config.width, config.num_key_heads, config.num_value_heads, config.key_dim, config.value_dim
-        n, W = config.num_householder, config.conv_width
-        self.config = config
-        self.num_householder = n
+    def __init__(self, sizes: LinearSizes, *, dtype, rngs: nnx.Rngs):
+        D, G, H, K, V = sizes.width, sizes.num_key_heads, sizes.num_value_heads, sizes.key_dim, sizes.value_dim
+        n, W = sizes.num_householder, sizes.conv_width
+        self.sizes = sizes
         rows = {"q": G * K, "k": n * G * K, "v": n * H * V}
         for name, count in rows.items():
             setattr(self, name, normal(rngs, (count, D), dtype))
             if W > 1:
                 setattr(self, "conv_" + name, normal(rngs, (count, W), dtype, scale=W**-0.5))
-        if config.write_gate:
+        if sizes.write_gate:
             self.b = normal(rngs, (n * H, D), dtype)
-        if config.forget_gate:
+        if sizes.forget_gate:
             self.a = normal(rngs, (H, D), dtype)
             self.A_log, self.dt_bias = decay_parameters(rngs, H)
-        if config.output_gate is not None:
+        if sizes.output_gate is not None:
             self.z = normal(rngs, (H * V, D), dtype)
         self.norm = constant((V,), 1.0)
         self.out = normal(rngs, (D, H * V), dtype)
@@ -55,13 +54,13 @@ class GatedDeltaProduct(LinearMixer):
 
     def taps(self) -> Float[Array, "E W"]:
         """Filters of the convolution; the identity where there is none."""
-        if self.config.conv_width == 1:
-            return jnp.ones((self.config.conv_channels, 1), self.q[...].dtype)
+        if self.sizes.conv_width == 1:
+            return jnp.ones((self.sizes.conv_channels, 1), self.q[...].dtype)
         return jnp.concatenate([w[...] for w in (self.conv_q, self.conv_k, self.conv_v)])
 
     def heads(self, qkv: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
         """q [B, T, H, K] and k [B, T * n_h, H, K], normalised, and v [B, T * n_h, H, V]."""
-        c, n = self.config, self.num_householder
+        c, n = self.sizes, self.sizes.num_householder
         B, T, _ = qkv.shape
         q, k, v = jnp.split(qkv, (c.num_key_heads * c.key_dim, (1 + n) * c.num_key_heads * c.key_dim), axis=-1)
         q, k = (self._normalised(ACTIVATIONS[c.qk_activation](x).reshape(B, T, -1, c.key_dim)) for x in (q, k))
@@ -71,16 +70,16 @@ class GatedDeltaProduct(LinearMixer):
         return q, k, jax.nn.silu(v).reshape(B, T * n, c.num_value_heads, c.value_dim)
 
     def _normalised(self, x: Float[Array, "B T G K"]) -> Float[Array, "B T G K"]:
-        if self.config.qk_norm == "l2":
+        if self.sizes.qk_norm == "l2":
             return l2norm(x)
         x = x.astype(accumulation_dtype(x))
         return x / jnp.maximum(jnp.sum(jnp.abs(x), axis=-1, keepdims=True), 1e-6)
 
     def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B P H"], Float[Array, "B T H"]]:
         """beta in (0, 1), or in (0, 2), of every step, and g <= 0 of every token, in f32 or wider."""
-        c, wide = self.config, accumulation_dtype(x, self.norm[...])
+        c, wide = self.sizes, accumulation_dtype(x, self.norm[...])
         B, T, _ = x.shape
-        shape = (B, T * self.num_householder, c.num_value_heads)
+        shape = (B, T * self.sizes.num_householder, c.num_value_heads)
         beta = jax.nn.sigmoid(linear(x, self.b[...], dtype=wide)).reshape(shape) if c.write_gate else jnp.ones(shape, wide)
         if c.negative_eigenvalues:
             beta = 2 * beta
@@ -90,7 +89,7 @@ class GatedDeltaProduct(LinearMixer):
 
     def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
         """Norm of each head, and its gate where there is one."""
-        c = self.config
+        c = self.sizes
         if c.output_gate is None:
             return rms_norm(o, self.norm[...], eps=c.norm_eps, offset=0.0).astype(x.dtype)
         z = linear(x, self.z[...]).reshape(o.shape)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdelta.arguments import whole_number
 from jaxdelta.dims import Gates, Keys, State, StepGates, StepKeys, StepValues, Values, keeps_f64
-from jaxdelta.ops.delta_rule import checked_chunk_size, chunked, gated_delta_rule, prepare
+from jaxdelta.ops.delta_rule import CHUNK_SIZE, checked_chunk_size, chunked, gated_delta_rule, prepare
 
 
 @keeps_f64
@@ -61,7 +61,7 @@ def gated_delta_product_chunked(
     num_householder: int,
     state: State | None = None,
     scale: float | None = None,
-    chunk_size: int | None = None,
+    chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Values, State]:
     """The map of :func:`gated_delta_product`, computed in chunks of matrix products. Any T; differentiable in both modes.
 

@@ -41,6 +41,7 @@ from jaxdelta.dims import (
 )
 
 LEAST = -1000.0  # of the log-decay
+CHUNK_SIZE = 64
 
 
 def prepare(q, k, v, g, beta, state, scale):
@@ -126,12 +127,12 @@ def gated_delta_rule_chunked(
     beta: Gates,
     state: State | None = None,
     scale: float | None = None,
-    chunk_size: int | None = None,
+    chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Values, State]:
     """The map of :func:`gated_delta_rule`, computed in chunks of matrix products. Any T; differentiable in both modes.
 
-    ``chunk_size`` never changes the result; None takes 32 on a CPU, where it was faster, else 64. Shapes, units and
-    the other arguments: :func:`gated_delta_rule`.
+    ``chunk_size`` never changes the result; on a CPU 32 was faster. Shapes, units and the other arguments:
+    :func:`gated_delta_rule`.
 
     Raises:
         ValueError: ``chunk_size`` is below 1, or shapes that do not fit.
@@ -139,10 +140,8 @@ def gated_delta_rule_chunked(
     return chunked(*prepare(q, k, v, g, beta, state, scale), chunk_size=checked_chunk_size(chunk_size))
 
 
-def checked_chunk_size(chunk_size: int | None) -> int:
-    """The chunk size asked for, or the faster one for this device; ValueError below 1."""
-    if chunk_size is None:
-        return 32 if jax.default_backend() == "cpu" else 64
+def checked_chunk_size(chunk_size: int) -> int:
+    """The chunk size; ValueError below 1."""
     if whole_number("chunk_size", chunk_size) < 1:
         raise ValueError(f"chunk_size is {chunk_size}; expected at least 1")
     return chunk_size

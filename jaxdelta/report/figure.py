@@ -4,7 +4,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from jaxdelta.results import write_whole
+from jaxdelta.results.folder import write_whole
 
 
 def save_figure(figure: Figure, file: Path) -> None:

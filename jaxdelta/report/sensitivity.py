@@ -11,12 +11,12 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxdelta.analysis.importance import head_importance
-from jaxdelta.analysis.sensitivity import tail_effect, tail_gate
-from jaxdelta.analysis.validation import METRICS, SUBJECTS, Comparison, Score
+from jaxdelta.analysis.sensitivity.importance import head_importance
+from jaxdelta.analysis.sensitivity.maps import tail_effect, tail_gate
+from jaxdelta.analysis.sensitivity.validation import METRICS, SUBJECTS, Comparison, Score
 from jaxdelta.report.figure import save_figure
 from jaxdelta.report.sheet import Sheet
-from jaxdelta.results import write_whole
+from jaxdelta.results.folder import write_whole
 
 DEFAULT = "first order + fisher / 2"
 NOT_VALIDATED = "Not validated: these are estimates. --validate measures removals and says how far to trust them."

@@ -6,7 +6,8 @@ import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from jaxdelta.analysis.sweep import Summary, summarize, uncut
+from jaxdelta.analysis.compare import Difference, uncut
+from jaxdelta.analysis.sweep import summarize
 from jaxdelta.report.figure import save_figure
 from jaxdelta.report.sheet import Sheet
 
@@ -42,7 +43,7 @@ def _left_out(short: list[str], counted: int) -> str:
     return f"\n{len(short)} of {counted + len(short)} documents have no boundary: nothing of theirs is cut, not counted."
 
 
-def _cells(summary: Summary | None) -> list[str]:
+def _cells(summary: Difference | None) -> list[str]:
     if summary is None:
         return ["-"] * 4
     stderr = "-" if np.isnan(summary.stderr) else f"{summary.stderr:.4f}"
@@ -50,7 +51,7 @@ def _cells(summary: Summary | None) -> list[str]:
 
 
 def figure(rows: pa.Table) -> Figure:
-    """Difference to the untouched model against rank, on a log axis, with paired standard errors; scope "all" only."""
+    """Difference to the untouched model against rank, on a log axis, with paired standard errors; of the scope "all"."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for copy_tokens, label, marker in ((False, "all tokens", "o"), (True, "copy tokens", "s")):
@@ -75,10 +76,34 @@ def figure(rows: pa.Table) -> Figure:
     return figure
 
 
-def write_figure(rows: pa.Table, folder: Path) -> list[Path]:
-    """``loss_by_rank`` as PNG and SVG."""
-    drawn = figure(rows)
-    files = [folder / f"loss_by_rank.{suffix}" for suffix in ("png", "svg")]
+def map_figure(rows: pa.Table) -> Figure:
+    """Difference to the untouched model by layer, and by head where the scope is a head; a panel for each rank."""
+    cut = summarize(rows)[1:]
+    ranks = sorted({s.world.rank for s in cut})
+    layers = sorted({s.world.layer for s in cut})
+    heads = sorted({s.world.head for s in cut}, key=lambda head: -1 if head is None else head)
+    found = {s.world[:]: s.difference for s in cut}
+    limit = max((abs(x) for x in found.values()), default=0.0) or 1.0
+    width = max(1.6, 0.3 * len(heads) + 1)
+    figure = Figure(figsize=(1.2 + width * len(ranks), 1.4 + 0.28 * len(layers)), layout="constrained")
+    panels = figure.subplots(1, len(ranks), squeeze=False, sharey=True)[0]
+    for axes, rank in zip(panels, ranks, strict=True):
+        values = [[found.get((rank, layer, head), np.nan) for head in heads] for layer in layers]
+        image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+        axes.set_title(f"rank {rank}", fontsize=9)
+        axes.set_xticks(range(len(heads)), ["all" if head is None else str(head) for head in heads], fontsize=7)
+        axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize=7)
+        axes.set_xlabel("head")
+    panels[0].set_ylabel("layer")
+    figure.colorbar(image, ax=list(panels), label="loss above the untouched model (nats a token)")
+    return figure
+
+
+def write_figures(rows: pa.Table, folder: Path) -> list[Path]:
+    """``loss_by_rank`` of a sweep of all heads, ``loss_by_place`` of a narrower one, as PNG and SVG."""
+    narrow = any(layer is not None for layer in rows["layer"].to_pylist())
+    name, drawn = ("loss_by_place", map_figure(rows)) if narrow else ("loss_by_rank", figure(rows))
+    files = [folder / f"{name}.{suffix}" for suffix in ("png", "svg")]
     for file in files:
         save_figure(drawn, file)
     return files

@@ -10,11 +10,11 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxdelta.analysis.transition_rows import distributions, transition_rows, window_rows
-from jaxdelta.analysis.windows import ACTIVE, FORGOTTEN
+from jaxdelta.analysis.transitions.rows import distributions, transition_rows, window_rows
+from jaxdelta.analysis.transitions.windows import ACTIVE, FORGOTTEN
 from jaxdelta.report.figure import save_figure
 from jaxdelta.report.sheet import Sheet
-from jaxdelta.results import write_whole
+from jaxdelta.results.folder import write_whole
 
 SHOWN_WINDOWS = (1, 16, 256)  # in the table by layer
 SUFFIXES = ("png", "svg")

@@ -31,16 +31,16 @@ def to_jaxdelta(config: DeltaLMConfig, tensors: dict[str, np.ndarray]) -> GatedD
     """
     entries = _entries(config)
     match({entry: (name,) for name, entry in entries.items()}, set(tensors))
-    layer = GatedDeltaProduct(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    layer = GatedDeltaProduct(config.linear_of(0), dtype=jnp.float32, rngs=nnx.Rngs(0))
     for name, entry in entries.items():
         parameter = getattr(layer, entry.path[-1])
         parameter[...] = jnp.asarray(tensors[name].reshape(parameter.shape))
     return layer
 
 
-def to_fla(layer: GatedDeltaProduct) -> dict[str, np.ndarray]:
+def to_fla(config: DeltaLMConfig, layer: GatedDeltaProduct) -> dict[str, np.ndarray]:
     """The parameters of a layer by fla's names."""
-    entries = _entries(layer.config).items()
+    entries = _entries(config).items()
     return {name: np.asarray(getattr(layer, entry.path[-1])[...]).reshape(entry.shape) for name, entry in entries}
 
 

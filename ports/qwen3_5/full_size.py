@@ -99,7 +99,7 @@ def gradients_here(folder: Path, count: int) -> dict[str, np.ndarray]:
     from flax import nnx
 
     import jaxdelta as jd
-    from jaxdelta.segments import token_losses
+    from jaxdelta.runs.segments import token_losses
 
     graphdef, params = nnx.split(jd.load(folder))
     text = tokens(count)

@@ -18,8 +18,8 @@ from jaxdelta.analysis.representation import (
     token_steps,
     transitions,
 )
+from jaxdelta.models.carry import states, with_states
 from jaxdelta.models.config import DeltaLMConfig
-from jaxdelta.models.decoder import states, with_states
 from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.ops.reflections import reflections
 from jaxdelta.tasks.state_tracking import (

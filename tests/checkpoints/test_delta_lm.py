@@ -14,7 +14,8 @@ import jaxdelta as jd
 from jaxdelta import cli
 from jaxdelta.checkpoints.delta_lm import config_from_json, config_to_json, entries
 from jaxdelta.checkpoints.files import CheckpointError
-from jaxdelta.models.config import FAMILIES, AttentionSizes, DeltaLMConfig
+from jaxdelta.models.config import FAMILIES, DeltaLMConfig
+from jaxdelta.nn.sizes import AttentionSizes
 from tests.tiny import bits, text, tokenizer, tokens, write, write_config
 
 ALL = pytest.mark.parametrize("family", FAMILIES)

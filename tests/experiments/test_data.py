@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from experiments.e00_control_models import data
+from experiments.control_models import data
 
 BLOCK = 100
 ODD_UNICODE = "a\u0301 \u200d👩‍👧 \u00a0\t\r\n\n\n  \x00\x7f\ufeff 漢字 \U0010ffff ﬁ NFKC½ it's  'tis"

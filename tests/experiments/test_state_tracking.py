@@ -15,10 +15,10 @@ import pyarrow.parquet as pa_parquet
 import pytest
 from rich.console import Console
 
-from experiments.e04_state_tracking import instruments, report, training
-from experiments.e04_state_tracking.cells import Cell, Recipe, config_of, grid
-from experiments.e04_state_tracking.run import run
-from jaxdelta.results import ResultsError
+from experiments.state_tracking import instruments, report, training
+from experiments.state_tracking.cells import Cell, Recipe, config_of, grid
+from experiments.state_tracking.run import run
+from jaxdelta.results.folder import ResultsError
 from jaxdelta.tasks.state_tracking import group_of, solution
 from tests.helpers import relative_error
 
@@ -185,7 +185,7 @@ def test_what_was_best_before_a_kill_is_still_kept(tmp_path, monkeypatch):
 
 def test_finished_cells_are_not_trained_again(finished, monkeypatch):
     folder, rows = finished
-    monkeypatch.setattr("experiments.e04_state_tracking.run.train", None)
+    monkeypatch.setattr("experiments.state_tracking.run.train", None)
     assert run(CELLS, RECIPE, SEEDS, folder).equals(rows)
     assert not list((folder / "training").iterdir())
 

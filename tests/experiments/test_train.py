@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.e00_control_models.train import Recipe, restored, train
+from experiments.control_models.train import Recipe, restored, train
 from jaxdelta.models.config import Qwen3_5Config
 
 CONFIG = Qwen3_5Config.tiny(layer_kinds=("linear", "attention"), vocab_size=17)

@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 
 import jaxdelta as jd
-from jaxdelta.models.config import FAMILIES, FIXED, AttentionSizes, DeltaLMConfig
+from jaxdelta.models.config import FAMILIES, FIXED, DeltaLMConfig
 from jaxdelta.models.delta_lm import DeltaLM
+from jaxdelta.nn.sizes import AttentionSizes
 from tests.helpers import randomised, relative_error, run, truncated
 
 ALL = pytest.mark.parametrize("family", FAMILIES)

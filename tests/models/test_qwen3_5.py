@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxdelta.models.carry import states, with_states
 from jaxdelta.models.config import Qwen3_5Config
-from jaxdelta.models.decoder import states, with_states
 from jaxdelta.models.qwen3_5 import Qwen3_5
 from jaxdelta.nn.attention import AttentionCarry
-from jaxdelta.nn.linear_mixer import LinearCarry
+from jaxdelta.nn.mixer import LinearCarry
 from tests.helpers import randomised, relative_error, run
 
 VOCABULARY = 97

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdelta.models.config import AttentionSizes
 from jaxdelta.nn.attention import Attention
-from tests.helpers import parameters, randomised, relative_error, run
+from jaxdelta.nn.sizes import AttentionSizes
+from tests.helpers import mix, parameters, randomised, relative_error
 
 D, d = 14, 6
 THETA = 1e3
@@ -29,7 +29,7 @@ def in_segments(layer, x, lengths, max_length):
     carry, outputs, start = layer.init_carry(x.shape[0], max_length, x.dtype), [], 0
     for n in lengths:
         positions = jnp.broadcast_to(jnp.arange(start, start + n), (x.shape[0], n))
-        y, carry = run(layer, x[:, start : start + n], carry, positions)
+        y, carry = mix(layer, x[:, start : start + n], carry, positions)
         outputs.append(y)
         start += n
     return jnp.concatenate(outputs, axis=1), carry
@@ -115,7 +115,7 @@ def test_padding_beyond_the_cache_gives_numbers(window):
     """A text of 5 in a cache of 5, padded to 12: all that the windows of padding could read lies beyond the cache."""
     layer, x = attention(window), inputs(12)
     positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
-    y, carry = run(layer, x, layer.init_carry(2, 5, x.dtype), positions, jnp.array([5, 3]))
+    y, carry = mix(layer, x, layer.init_carry(2, 5, x.dtype), positions, jnp.array([5, 3]))
     expected, solo = in_segments(layer, x[:, :5], (5,), 5)
     assert jnp.isfinite(y).all()
     assert relative_error(y[0, :5], expected[0]) < 1e-5

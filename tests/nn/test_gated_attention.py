@@ -11,7 +11,7 @@ from flax import nnx
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.nn.attention import rotary_angles, rotate
 from jaxdelta.nn.gated_attention import GatedAttention
-from tests.helpers import parameters, randomised, relative_error, rms_normalised, run
+from tests.helpers import mix, parameters, randomised, relative_error, rms_normalised
 
 CONFIG = Qwen3_5Config.tiny()
 A, G, d, D, R = CONFIG.num_query_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.width, CONFIG.rotary_dim
@@ -19,7 +19,7 @@ A, G, d, D, R = CONFIG.num_query_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CO
 
 @cache
 def attention():
-    return randomised(GatedAttention(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    return randomised(GatedAttention(D, CONFIG.attention_of(3), CONFIG.norm_eps, dtype=jnp.float32, rngs=nnx.Rngs(0)))
 
 
 def inputs(T, B=2, seed=0):
@@ -30,7 +30,7 @@ def in_segments(layer, x, lengths, max_length):
     carry, outputs, start = layer.init_carry(x.shape[0], max_length, x.dtype), [], 0
     for n in lengths:
         positions = jnp.broadcast_to(jnp.arange(start, start + n), (x.shape[0], n))
-        y, carry = run(layer, x[:, start : start + n], carry, positions)
+        y, carry = mix(layer, x[:, start : start + n], carry, positions)
         outputs.append(y)
         start += n
     return jnp.concatenate(outputs, axis=1), carry
@@ -71,7 +71,7 @@ def test_layer_equals_its_definition():
 
 def test_rows_of_queries_and_gates_alternate_head_by_head():
     """Gates of +20 for head 1 and −20 for all others: only the columns of head 1 in the output projection count."""
-    layer = randomised(GatedAttention(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    layer = randomised(GatedAttention(D, CONFIG.attention_of(3), CONFIG.norm_eps, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     gates = np.where(np.arange(A) == 1, 20.0, -20.0)
     rows = np.array(layer.q[...]).reshape(A, 2, d, D)
     rows[:, 1] = 0
@@ -135,7 +135,7 @@ def test_rows_of_different_lengths_equal_their_solo_runs():
         for row, n in enumerate(length):
             segment[row, :n] = x[row, position[row] : position[row] + n]
         positions = jnp.asarray(position[:, None] + np.arange(8))
-        y, carry = run(layer, jnp.asarray(segment), carry, positions, jnp.asarray(length))
+        y, carry = mix(layer, jnp.asarray(segment), carry, positions, jnp.asarray(length))
         for row, n in enumerate(length):
             outputs[row].append(y[row, :n])
         position += length
@@ -147,7 +147,7 @@ def test_rows_of_different_lengths_equal_their_solo_runs():
 
 
 def test_cache_and_output_of_bf16_are_bf16():
-    layer = GatedAttention(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = GatedAttention(D, CONFIG.attention_of(3), CONFIG.norm_eps, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     y, carry = in_segments(layer, inputs(5).astype(jnp.bfloat16), (5,), 5)
     assert y.dtype == carry.keys.dtype == carry.values.dtype == jnp.bfloat16
     assert layer.q_norm[...].dtype == layer.k_norm[...].dtype == jnp.float32

@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.nn.gated_deltanet import GatedDeltaNet, log_decay
-from jaxdelta.nn.linear_mixer import LinearCarry
+from jaxdelta.nn.mixer import LinearCarry
 from jaxdelta.ops.delta_rule import LEAST
-from tests.helpers import delta_rule, parameters, randomised, relative_error, rms_normalised, run, silu
+from tests.helpers import delta_rule, mix, parameters, randomised, relative_error, rms_normalised, silu
 
 D = Qwen3_5Config.tiny().width
 
@@ -20,7 +20,7 @@ D = Qwen3_5Config.tiny().width
 @cache
 def linear_layer(key_heads=2, value_heads=6):
     config = Qwen3_5Config.tiny(num_key_heads=key_heads, num_value_heads=value_heads)
-    return randomised(GatedDeltaNet(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    return randomised(GatedDeltaNet(config.linear_of(0), dtype=jnp.float32, rngs=nnx.Rngs(0)))
 
 
 def inputs(T, B=3, seed=0):
@@ -30,13 +30,13 @@ def inputs(T, B=3, seed=0):
 def filled_carry(layer, B=3):
     """A carry as it stands in the middle of a text."""
     rng = np.random.default_rng(1)
-    return LinearCarry(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in layer.init_carry(B, jnp.float32)))
+    return LinearCarry(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in layer.init_carry(B, 1, jnp.float32)))
 
 
 def in_segments(layer, x, carry, lengths):
     outputs, start = [], 0
     for n in lengths:
-        y, carry = run(layer, x[:, start : start + n], carry)
+        y, carry = mix(layer, x[:, start : start + n], carry)
         outputs.append(y)
         start += n
     return jnp.concatenate(outputs, axis=1), carry
@@ -44,7 +44,7 @@ def in_segments(layer, x, carry, lengths):
 
 def definition(layer, x, carry):
     """The layer's equations in f64, the convolution and the recurrence token by token."""
-    c, p = layer.config, parameters(layer)
+    c, p = layer.sizes, parameters(layer)
     x, S, tail = (np.asarray(a, np.float64) for a in (x, *carry))
     B, T, _ = x.shape
     H, K, V = c.num_value_heads, c.key_dim, c.value_dim
@@ -66,7 +66,7 @@ def test_layer_equals_its_definition(key_heads, value_heads, T):
     """Value head h reads key head h // (H / key heads): neighbours share, they do not alternate."""
     layer, x = linear_layer(key_heads, value_heads), inputs(T)
     carry = filled_carry(layer)
-    y, (S, tail) = run(layer, x, carry)
+    y, (S, tail) = mix(layer, x, carry)
     for name, a, b in zip(("y", "S", "tail"), (y, S, tail), definition(layer, x, carry), strict=True):
         assert relative_error(a, b) < 1e-5, name
 
@@ -82,20 +82,20 @@ def test_any_split_equals_one_pass(lengths):
 
 def test_weight_of_the_output_norm_is_no_offset():
     """Zeros give an output of exactly zero."""
-    layer = randomised(GatedDeltaNet(Qwen3_5Config.tiny(), dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    layer = randomised(GatedDeltaNet(Qwen3_5Config.tiny().linear_of(0), dtype=jnp.float32, rngs=nnx.Rngs(0)))
     layer.norm[...] = jnp.zeros_like(layer.norm[...])
-    np.testing.assert_array_equal(run(layer, inputs(5), filled_carry(layer))[0], 0)
+    np.testing.assert_array_equal(mix(layer, inputs(5), filled_carry(layer))[0], 0)
 
 
 def test_heads_are_normalised_each_for_itself():
     """The state of value head 0 a thousand times larger changes the output of head 0 alone."""
-    layer = randomised(GatedDeltaNet(Qwen3_5Config.tiny(), dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    layer = randomised(GatedDeltaNet(Qwen3_5Config.tiny().linear_of(0), dtype=jnp.float32, rngs=nnx.Rngs(0)))
     carry = filled_carry(layer)
     scaled = carry._replace(S=carry.S.at[:, 0].multiply(1000))
-    x, V = inputs(5), layer.config.value_dim
-    assert relative_error(run(layer, x, scaled)[0], run(layer, x, carry)[0]) > 1e-2
+    x, V = inputs(5), layer.sizes.value_dim
+    assert relative_error(mix(layer, x, scaled)[0], mix(layer, x, carry)[0]) > 1e-2
     layer.out[...] = layer.out[...].at[:, :V].set(0)
-    np.testing.assert_array_equal(run(layer, x, scaled)[0], run(layer, x, carry)[0])
+    np.testing.assert_array_equal(mix(layer, x, scaled)[0], mix(layer, x, carry)[0])
 
 
 @pytest.mark.parametrize("padding", (1e3, np.nan))
@@ -104,10 +104,10 @@ def test_padding_leaves_the_carry_as_after_the_last_token_of_text(padding):
     layer, x = linear_layer(), inputs(9)
     carry, lengths = filled_carry(layer), np.array([9, 4, 0])
     padded = jnp.where((jnp.arange(9) < lengths[:, None])[..., None], x, padding)
-    y, found = run(layer, padded, carry, jnp.asarray(lengths))
+    y, found = mix(layer, padded, carry, None, jnp.asarray(lengths))
     for row, n in enumerate(lengths[:2]):
         one = slice(row, row + 1)
-        y_solo, solo = run(layer, x[one, :n], LinearCarry(*(a[one] for a in carry)))
+        y_solo, solo = mix(layer, x[one, :n], LinearCarry(*(a[one] for a in carry)))
         assert relative_error(y[one, :n], y_solo) < 1e-5
         for a, b in zip(found, solo, strict=True):
             assert relative_error(a[one], b) < 1e-5
@@ -116,7 +116,7 @@ def test_padding_leaves_the_carry_as_after_the_last_token_of_text(padding):
 
 
 def test_gates_lie_in_their_ranges_and_are_f32_in_bf16():
-    layer = GatedDeltaNet(Qwen3_5Config.tiny(), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = GatedDeltaNet(Qwen3_5Config.tiny().linear_of(0), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     beta, g = layer.gates(100 * inputs(50).astype(jnp.bfloat16))
     assert beta.dtype == g.dtype == jnp.float32
     assert jnp.all((beta >= 0) & (beta <= 1))
@@ -125,7 +125,7 @@ def test_gates_lie_in_their_ranges_and_are_f32_in_bf16():
 
 def test_fresh_decays_have_horizons_of_one_to_a_thousand_tokens():
     """g at zero input is A dt, with A in (1, 16) and dt in (1e-3, 1e-1), a different one for each head."""
-    layer = GatedDeltaNet(Qwen3_5Config.tiny(), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    layer = GatedDeltaNet(Qwen3_5Config.tiny().linear_of(0), dtype=jnp.float32, rngs=nnx.Rngs(0))
     g = layer.gates(jnp.zeros((1, 1, D)))[1]
     assert jnp.all((g < -1e-3) & (g > -1.6))
     assert jnp.unique(g).size == 6
@@ -155,9 +155,9 @@ def test_decays_of_trained_layers_are_their_formula():
 
 
 def test_state_of_a_bf16_layer_is_f32():
-    layer = GatedDeltaNet(Qwen3_5Config.tiny(), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = GatedDeltaNet(Qwen3_5Config.tiny().linear_of(0), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert layer.A_log[...].dtype == layer.dt_bias[...].dtype == layer.norm[...].dtype == jnp.float32
     for T in (1, 5):
-        y, carry = run(layer, inputs(T).astype(jnp.bfloat16), layer.init_carry(3, jnp.bfloat16))
+        y, carry = mix(layer, inputs(T).astype(jnp.bfloat16), layer.init_carry(3, 1, jnp.bfloat16))
         assert carry.S.dtype == jnp.float32
         assert y.dtype == carry.tail.dtype == jnp.bfloat16

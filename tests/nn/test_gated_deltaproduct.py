@@ -10,8 +10,8 @@ from flax import nnx
 
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.nn.gated_deltaproduct import GatedDeltaProduct
-from jaxdelta.nn.linear_mixer import LinearCarry
-from tests.helpers import delta_product, parameters, randomised, relative_error, rms_normalised, run, silu
+from jaxdelta.nn.mixer import LinearCarry, Span
+from tests.helpers import delta_product, mix, parameters, randomised, relative_error, rms_normalised, silu
 
 D, G, K, V = 20, 2, 6, 5  # model width, key heads, key and value dim
 B, T = 3, 19
@@ -44,7 +44,7 @@ def config(options="two steps", **changes):
 
 @cache
 def linear_layer(options="two steps"):
-    return randomised(GatedDeltaProduct(config(options), dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    return randomised(GatedDeltaProduct(config(options).linear_of(0), dtype=jnp.float32, rngs=nnx.Rngs(0)))
 
 
 def inputs(T=T, seed=0):
@@ -54,7 +54,7 @@ def inputs(T=T, seed=0):
 def filled_carry(layer):
     """A carry as it stands in the middle of a text."""
     rng = np.random.default_rng(1)
-    return LinearCarry(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in layer.init_carry(B, jnp.float32)))
+    return LinearCarry(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in layer.init_carry(B, 1, jnp.float32)))
 
 
 def sigmoid(x):
@@ -75,7 +75,7 @@ NORMS = {
 
 def definition(layer, x, carry):
     """The layer's equations in f64, token by token, head by head and step by step; rows of a weight are step-major."""
-    c, p = layer.config, parameters(layer)
+    c, p = layer.sizes, parameters(layer)
     x, S, tail = (np.asarray(a, np.float64) for a in (x, *carry))
     n, H, W, T = c.num_householder, c.num_value_heads, c.conv_width, x.shape[1]
     history = np.concatenate([tail, np.concatenate([x @ p[name].T for name in "qkv"], -1)], axis=1)
@@ -114,7 +114,7 @@ def assert_carries_agree(found, expected, tolerance=1e-5):
 def test_layer_equals_its_definition(options):
     layer, x = linear_layer(options), inputs()
     carry = filled_carry(layer)
-    y, found = run(layer, x, carry)
+    y, found = mix(layer, x, carry)
     expected, *after = definition(layer, x, carry)
     assert relative_error(y, expected) < 1e-5
     assert_carries_agree(found, after)
@@ -125,7 +125,7 @@ def test_a_single_token_equals_its_definition(options):
     """Of one step it takes the recurrence, of several the chunked form."""
     layer, x = linear_layer(options), inputs(1)
     carry = filled_carry(layer)
-    y, found = run(layer, x, carry)
+    y, found = mix(layer, x, carry)
     expected, *after = definition(layer, x, carry)
     assert relative_error(y, expected) < 1e-5
     assert_carries_agree(found, after)
@@ -134,10 +134,10 @@ def test_a_single_token_equals_its_definition(options):
 @pytest.mark.parametrize("options", ["two steps", "three steps, no gate, no conv"])
 def test_any_split_equals_one_pass(options):
     layer, x = linear_layer(options), inputs()
-    expected, whole = run(layer, x, filled_carry(layer))
+    expected, whole = mix(layer, x, filled_carry(layer))
     carry, outputs, start = filled_carry(layer), [], 0
     for n in (1, 2, 15, 1):
-        y, carry = run(layer, x[:, start : start + n], carry)
+        y, carry = mix(layer, x[:, start : start + n], carry)
         outputs.append(y)
         start += n
     assert relative_error(jnp.concatenate(outputs, axis=1), expected) < 1e-5
@@ -151,7 +151,7 @@ def test_padding_leaves_the_carry_as_after_the_last_token_of_text(options, paddi
     layer, x = linear_layer(options), inputs()
     carry, lengths = filled_carry(layer), np.array([T, 4, 0])
     padded = jnp.where((jnp.arange(T) < lengths[:, None])[..., None], x, padding)
-    y, found = run(layer, padded, carry, jnp.asarray(lengths))
+    y, found = mix(layer, padded, carry, None, jnp.asarray(lengths))
     assert relative_error(y[0], definition(layer, x, carry)[0][0]) < 1e-5
     expected, *after = definition(layer, x[:, :4], carry)
     assert relative_error(y[1, :4], expected[1]) < 1e-5
@@ -169,7 +169,7 @@ def test_every_parameter_has_a_gradient(options):
     @jax.jit
     @jax.grad
     def gradient(state):
-        y, carry_after = nnx.merge(graphdef, state)(x, carry)
+        y, carry_after = nnx.merge(graphdef, state)(x, carry, Span(jnp.zeros(x.shape[:2], jnp.int32)))
         return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(carry_after.S))
 
     for path, leaf in nnx.to_flat_state(gradient(state)):
@@ -184,21 +184,21 @@ def test_every_parameter_has_a_gradient(options):
 )
 def test_write_strengths_and_decays_lie_in_their_ranges(options, low, high):
     """Large inputs reach both ends; f32 in a bf16 model."""
-    layer = randomised(GatedDeltaProduct(config(options), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    layer = randomised(GatedDeltaProduct(config(options).linear_of(0), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     beta, g = layer.gates(100 * inputs(50).astype(jnp.bfloat16))
-    assert beta.shape == (B, 50 * layer.num_householder, G)
+    assert beta.shape == (B, 50 * layer.sizes.num_householder, G)
     assert g.shape == (B, 50, G)
     assert beta.dtype == g.dtype == jnp.float32
     assert (float(beta.min()), float(beta.max())) == pytest.approx((low, high), abs=1e-3)
     assert jnp.all(g <= 0)
-    assert bool((g < 0).any()) is layer.config.forget_gate
+    assert bool((g < 0).any()) is layer.sizes.forget_gate
 
 
 @pytest.mark.parametrize("options", ["DeltaNet", "two steps"])
 def test_state_of_a_bf16_layer_is_f32(options):
-    layer = GatedDeltaProduct(config(options), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = GatedDeltaProduct(config(options).linear_of(0), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     for T in (1, 5):
-        y, carry = run(layer, inputs(T).astype(jnp.bfloat16), layer.init_carry(B, jnp.bfloat16))
+        y, carry = mix(layer, inputs(T).astype(jnp.bfloat16), layer.init_carry(B, 1, jnp.bfloat16))
         assert carry.S.dtype == jnp.float32
         assert y.dtype == carry.tail.dtype == jnp.bfloat16
 

@@ -33,10 +33,10 @@ keys, strengths = unit(2, 3, K), rng.uniform(0, 2, (2, 3))
 q2, gates2 = rule(2)
 # Of every public function of arrays alone, arguments in f64. Those on the host run in numpy, in f64 too.
 CALLS = {
-    "active_rank": lambda: jd.active_rank(Q, 1.0),
+    "active_rank": lambda: jd.householder.active_rank(Q, 1.0),
     "effective_rank": lambda: jd.effective_rank(S),
     "energy_rank": lambda: jd.energy_rank(S, 0.9),
-    "frozen_dimension": lambda: jd.frozen_dimension(Q),
+    "frozen_dimension": lambda: jd.householder.frozen_dimension(Q),
     "gated_delta_product": lambda: jd.gated_delta_product(*q2, **gates2, num_householder=2),
     "gated_delta_product_chunked": lambda: jd.gated_delta_product_chunked(*q2, **gates2, num_householder=2, chunk_size=4),
     "gated_delta_rule": lambda: jd.gated_delta_rule(*q, **gates, scale=0.3),
@@ -44,10 +44,10 @@ CALLS = {
     "nearest_product": lambda: jd.nearest_product(Q[0], 2, strengths="reflections"),
     "reflections": lambda: jd.reflections(Q),
     "singular_values": lambda: jd.singular_values(S),
-    "spectral_radius": lambda: jd.spectral_radius(Q),
+    "spectral_radius": lambda: jd.householder.spectral_radius(Q),
     "stable_rank": lambda: jd.stable_rank(S),
     "threshold_rank": lambda: jd.threshold_rank(S),
-    "transition": lambda: jd.transition(keys, strengths, 0.7),
+    "transition": lambda: jd.householder.transition(keys, strengths, 0.7),
     "truncate": lambda: jd.truncate(S, 2),
     "truncate, subspace": lambda: jd.truncate(S, 1, method="subspace"),
     "truncate, svd": lambda: jd.truncate(S, np.array([1, 2, 4]), method="svd"),
@@ -57,7 +57,9 @@ CALLS = {
 # Public functions that are no functions of arrays alone: they compute in the dtype of a model or of a carry.
 OF_MODELS = {
     *("embedded_models", "forward", "init_carry", "inspect", "ledger", "load", "run", "save", "sensitivity", "states"),
-    *("sweep", "with_states"),
+    *("sweep", "with_states", "compare", "head_importance", "ledger_of", "sensitivity_maps"),
+    *("tail_effect", "tail_fisher", "tail_gate"),
+    *("added", "added_at", "multiplied", "substituted"),  # changes of an edit, inside of a compiled segment
 }
 
 

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from ports.compare import relative_error
 from ports.fla.conversion import layer_config, to_fla, to_jaxdelta
+from tests.helpers import mix
 from tests.ports.fla_cases import LAYER_SEGMENTS, LAYERS, layer_inputs, read_arrays
 
 BOUND = 1e-5
@@ -17,20 +17,21 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for fla
 @pytest.fixture
 def layer_and_reference(fla_layers, case):
     options, expected = LAYERS[case], read_arrays(fla_layers / f"{case}.npz")
+    config = layer_config(options.family, options.options)
     tensors = {name.removeprefix("weight "): expected[name] for name in expected if name.startswith("weight ")}
-    return to_jaxdelta(layer_config(options.family, options.options), tensors), tensors, expected
+    return config, to_jaxdelta(config, tensors), tensors, expected
 
 
 @pytest.mark.parametrize("case", LAYERS)
 def test_two_segments(layer_and_reference, case):
-    layer, _, expected = layer_and_reference
+    _, layer, _, expected = layer_and_reference
     x, mask = layer_inputs(LAYERS[case])
     mask = np.ones(x.shape[:2], bool) if mask is None else mask
-    carry, begin, call = layer.init_carry(len(x), jnp.float32), 0, nnx.jit(lambda layer, *others: layer(*others))
+    carry, begin = layer.init_carry(len(x), 1, jnp.float32), 0
     for i, T in enumerate(LAYER_SEGMENTS):
         text = mask[:, begin : begin + T]
         segment = jnp.asarray(to_the_left(x[:, begin : begin + T], text))
-        y, carry = call(layer, segment, carry, None if mask.all() else jnp.asarray(text.sum(1)))
+        y, carry = mix(layer, segment, carry, None, None if mask.all() else jnp.asarray(text.sum(1)))
         found = np.asarray(y)[to_the_left(text, text)]
         assert relative_error(found, expected[f"{i} y"][text]) < BOUND
         assert relative_error(carry.S, expected[f"{i} S"]) < BOUND
@@ -45,8 +46,8 @@ def to_the_left(x: np.ndarray, text: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("case", LAYERS)
 def test_there_and_back(layer_and_reference, case):
-    layer, tensors, _ = layer_and_reference
-    back = to_fla(layer)
+    config, layer, tensors, _ = layer_and_reference
+    back = to_fla(config, layer)
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(back[name], tensor)

@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 from rich.console import Console
 
-from jaxdelta.analysis.validation import METRICS, Comparison, Score, scores
+from jaxdelta.analysis.sensitivity.validation import METRICS, Comparison, Score, scores
 from jaxdelta.report import sensitivity as report
 
 DOCUMENTS, L, H, K = 3, 2, 4, 5

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from jaxdelta.analysis.ledger import SCHEMA as CLAIMS
 from jaxdelta.analysis.sweep import SCHEMA as LOSSES
+from jaxdelta.analysis.transitions.claims import SCHEMA as CLAIMS
 from jaxdelta.report import ledger as claims
 from jaxdelta.report import sweep, transitions
 from jaxdelta.report.sheet import Facts, Sheet

@@ -8,7 +8,7 @@ import pyarrow.csv as pa_csv
 import pytest
 from rich.console import Console
 
-from jaxdelta.analysis.transition_rows import transition_rows, window_rows
+from jaxdelta.analysis.transitions.rows import transition_rows, window_rows
 from jaxdelta.report import transitions as report
 from tests.ledgers import ledger, random_text
 

@@ -1,14 +1,16 @@
 """Which head tracks the state? Accuracy without each head, and with each head alone."""
 
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jaxtyping import Array, Int
 
+from jaxdelta.analysis.sensitivity.ablation import without_outputs
 from jaxdelta.models.decoder import Decoder
+from jaxdelta.runs.observers import Seen
+from jaxdelta.runs.segments import Text, iterate
 from jaxdelta.tasks.state_tracking import Words
 
 
@@ -26,6 +28,16 @@ class HeadAccuracy(NamedTuple):
     alone: np.ndarray
 
 
+@dataclass(frozen=True)
+class LikeliestWords:
+    """The word with the largest logit at each token, Int[B T]."""
+
+    names = ()
+
+    def __call__(self, seen: Seen) -> Int[Array, "B T"]:
+        return jnp.argmax(seen.model.logits(seen.hidden), axis=-1)
+
+
 def head_accuracies(model: Decoder, words: Words) -> HeadAccuracy:
     """Ablate each head of the first layer.
 
@@ -35,22 +47,12 @@ def head_accuracies(model: Decoder, words: Words) -> HeadAccuracy:
     if model.config.layer_kinds != ("linear",):
         raise ValueError(f"layers are {model.config.layer_kinds}; expected one linear layer")
     H = model.config.num_value_heads
-    factors = np.concatenate([np.ones((1, H)), 1 - np.eye(H), np.eye(H)])
-    graphdef, params = nnx.split(model)
-    named = _named(graphdef, params, words.tokens, factors)
-    accuracy = np.mean(np.asarray(named) == words.targets, axis=(1, 2))
-    return HeadAccuracy(float(accuracy[0]), accuracy[1 : 1 + H], accuracy[1 + H :])
-
-
-@partial(jax.jit, static_argnums=0)
-def _named(graphdef, params, tokens, factors):
-    """The words named under each row of factors on heads' outputs, [X B T]."""
-    model = nnx.merge(graphdef, params)
-
-    def named(factor):
-        (probe,) = model.probes(*tokens.shape)
-        probe = probe._replace(output=jnp.broadcast_to(factor, probe.output.shape).astype(probe.output.dtype))
-        out = model(tokens, model.init_carry(*tokens.shape), None, (probe,))
-        return jnp.argmax(model.logits(out.hidden), axis=-1)
-
-    return jax.lax.map(named, factors)
+    lost = np.concatenate([np.zeros((1, H)), np.eye(H), 1 - np.eye(H)]).astype(bool)
+    B, T = words.tokens.shape
+    text = Text(np.pad(words.tokens, ((0, 0), (0, 1))), np.full(B, T), segment=T)
+    found = []
+    for heads in lost:
+        edits = without_outputs(model.config, np.broadcast_to(heads, (B, 1, H)))
+        (step,) = iterate(model, text, observers=(LikeliestWords(),), edits=edits)
+        found.append(np.mean(step.observed[0] == words.targets))
+    return HeadAccuracy(float(found[0]), np.array(found[1 : 1 + H]), np.array(found[1 + H :]))

@@ -8,14 +8,13 @@ transition. Source: the recurrence of ``ops/delta_product.py``.
 
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from jaxdelta.models.decoder import Decoder
-from jaxdelta.nn.linear_mixer import LinearMixer
 from jaxdelta.ops.householder import transition
+from jaxdelta.runs.observers import Named
+from jaxdelta.runs.segments import Text, iterate
 
 
 class TokenSteps(NamedTuple):
@@ -38,26 +37,22 @@ def token_steps(model: Decoder) -> TokenSteps:
     Raises:
         ValueError: the first layer is attention, or has a convolution, so that a step depends on more than its token.
     """
-    mixer, config = model.layers[0].mixer, model.config
-    if not isinstance(mixer, LinearMixer) or config.conv_width != 1:
+    config = model.config
+    if config.layer_kinds[0] != "linear" or config.conv_width != 1:
         raise ValueError(
             f"the first layer is {config.layer_kinds[0]} with a convolution of {config.conv_width} taps; "
             "expected linear with 1, where a step depends on its token alone"
         )
-    keys, beta, g = jax.jit(_first_layer)(model)
-    shape = (config.vocab_size, mixer.num_householder, config.num_value_heads)
-    keys, beta, g = (np.asarray(x, np.float64) for x in (keys, beta, g))
+    Y = config.vocab_size
+    text = Text(np.arange(Y, dtype=np.int32)[:, None].repeat(2, axis=1), np.ones(Y, int), segment=1)
+    observer = Named(("k", "beta", "g"), (0,))
+    (step,) = iterate(model, text, observers=(observer,))
+    (found,) = step.observed
+    keys, beta, g = (found[name][0].astype(np.float64) for name in observer.names)
+    shape = (Y, config.num_householder, config.num_value_heads)
     return TokenSteps(keys.reshape(*shape, -1), beta.reshape(shape), np.exp(g[:, 0]))
 
 
 def transitions(steps: TokenSteps) -> Float[np.ndarray, "Y H K K"]:
     """A(x) of every word and head; acts on S from the left."""
     return transition(np.moveaxis(steps.keys, 1, 2), np.moveaxis(steps.beta, 1, 2), steps.alpha, unit=False)
-
-
-def _first_layer(model: Decoder):
-    tokens = jnp.arange(model.config.vocab_size)[:, None]
-    h = model(tokens, model.init_carry(*tokens.shape)).inputs[0]
-    mixer = model.layers[0].mixer
-    inputs, _ = mixer.rule_inputs(h, mixer.init_carry(len(h), h.dtype).tail)
-    return inputs.k, inputs.beta, inputs.g

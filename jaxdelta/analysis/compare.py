@@ -1,0 +1,197 @@
+"""Losses of documents in worlds side by side: one intervention each, and the untouched run.
+
+A document is run by itself under each intervention, on the same tokens. :mod:`jaxdelta.analysis.sweep` is the case of
+ranks, whose worlds share one program and one batch.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from jaxdelta.arguments import shown, whole_number
+from jaxdelta.documents import Document
+from jaxdelta.metrics import copy_mask, paired_difference
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.results.documents import Documents, Item, as_documents, of_document, opened, rows_of
+from jaxdelta.runs import capacity
+from jaxdelta.runs.interventions import Intervention, check_intervention, described, started
+from jaxdelta.runs.segments import NonFiniteError, num_boundaries, run
+
+UNTOUCHED = "untouched"
+LOSSES = (
+    ("num_boundaries", pa.int32()),
+    ("num_tokens", pa.int32()),
+    ("loss", pa.float64()),
+    ("num_copy_tokens", pa.int32()),
+    ("copy_loss", pa.float64()),
+)
+SCHEMA = pa.schema([("document", pa.string()), ("intervention", pa.string()), *LOSSES])
+
+
+class Difference(NamedTuple):
+    """A world over all documents; losses are means over documents of mean nats a scored token.
+
+    Attributes:
+        world: values of the columns that tell worlds apart.
+        loss: of the world.
+        difference: from the untouched run.
+        stderr: of ``difference``, paired by document.
+        percent: ``difference`` over the untouched loss.
+    """
+
+    world: tuple
+    loss: float
+    difference: float
+    stderr: float
+    percent: float
+
+
+def compare(
+    model: Decoder,
+    documents: Documents,
+    interventions: Mapping[str, Intervention | None],
+    *,
+    segment: int = 256,
+    copy_gap: int = 512,
+    out: Path | str | None = None,
+    name: str = "model",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> pa.Table:
+    """Losses of every document under every intervention, and untouched.
+
+    Args:
+        documents: texts (for the model's tokenizer), arrays of token ids, Documents, or a mapping from names to the former.
+        interventions: by label; one of None is the untouched run, which is made in any case.
+        segment: tokens between boundaries, fewer than the longest document has.
+        copy_gap: distance that makes a repeated bigram a copy token, in tokens.
+        out: results folder; what is finished there is not run again, further documents and interventions are added.
+        name: of the model, for the manifest.
+        progress: called with the segments done and their total.
+
+    Returns:
+        One row per document x intervention: document, intervention (its label), num_boundaries (after which a token is
+        still predicted; where 0, nothing is changed), num_tokens (scored), loss, num_copy_tokens, copy_loss (null without
+        copy tokens); losses in mean nats a scored token.
+
+    Raises:
+        TypeError: interventions is no mapping, or holds something else.
+        ValueError: documents or segment out of bounds, an intervention that does not fit the model's states, or, with
+            ``out``, one whose fields do not tell all that it does.
+        NonFiniteError, MemoryError, ResultsError: of the modules that raise them.
+    """
+    documents = as_documents(documents, model)
+    segment, copy_gap = checked_sizes(documents, segment, copy_gap)
+    if not isinstance(interventions, Mapping):
+        raise TypeError(f"interventions is {shown(interventions)}; expected a mapping from labels to interventions")
+    labels = [label for label, one in interventions.items() if one is None] or [UNTOUCHED]
+    worlds = {labels[0]: None} | dict(interventions)
+    length = padded_length(documents, segment)
+    for one in worlds.values():
+        check_intervention(one)
+        if one is not None:
+            started(one, model.init_carry(1, 1), range(segment, length, segment))
+    needed = capacity.run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=length)
+    capacity.rows_that_fit(needed, 1)
+    results = opened(out, model, name, "compare", segment=segment, copy_gap=copy_gap)
+    items = [
+        Item(
+            of_document(d, label=label, intervention=None if out is None else json.dumps(described(one), sort_keys=True)),
+            (d, label, one),
+            -(-len(d.tokens) // segment),
+        )
+        for d in documents
+        for label, one in worlds.items()
+    ]
+
+    def work(values: list[tuple[Document, str, Intervention | None]], progress) -> list[pa.Table]:
+        ((document, label, one),) = values
+        try:
+            losses = run(
+                model, document.tokens[None], segment=segment, intervention=one, max_length=length, progress=progress
+            ).losses[0]
+        except NonFiniteError as error:
+            raise NonFiniteError(f"document {document.name}, {label}: {error}", error.row) from None
+        row = {"document": document.name, "intervention": label} | of_losses(document, losses, segment, copy_gap)
+        return [pa.Table.from_pylist([row], schema=SCHEMA)]
+
+    return rows_of(items, work, results=results, progress=progress)
+
+
+def checked_sizes(documents: Sequence[Document], segment: int, copy_gap: int) -> tuple[int, int]:
+    """Tokens of a segment and of a copy's distance as whole numbers.
+
+    Raises:
+        TypeError: one of them is none.
+        ValueError: one of them is out of bounds, or no document has a boundary.
+    """
+    segment, copy_gap = whole_number("segment", segment), whole_number("copy_gap", copy_gap)
+    if segment < 1 or copy_gap < 0:
+        raise ValueError(f"segment = {segment}, copy_gap = {copy_gap}; expected at least 1 token and 0 tokens")
+    longest = max(len(d.tokens) for d in documents)
+    if not num_boundaries(longest, segment):
+        raise ValueError(f"the longest document has {longest} tokens: segments of {segment} leave no boundary to cut at")
+    return segment, copy_gap
+
+
+def padded_length(documents: Sequence[Document], segment: int) -> int:
+    """Tokens of the longest document, rounded up to whole segments: with it all share a compiled program."""
+    return -(-max(len(d.tokens) for d in documents) // segment) * segment
+
+
+def of_losses(document: Document, losses: np.ndarray, segment: int, copy_gap: int) -> dict[str, Any]:
+    """The columns LOSSES of one world of a document, from its losses [N - 1 or more]."""
+    mask = document.mask
+    losses = losses[: len(mask)].astype(np.float64)
+    copies = copy_mask(document.tokens, copy_gap) & mask
+    return dict(
+        num_boundaries=num_boundaries(len(document.tokens), segment),
+        num_tokens=int(mask.sum()),
+        loss=losses[mask].mean(),
+        num_copy_tokens=int(copies.sum()),
+        copy_loss=losses[copies].mean() if copies.any() else None,
+    )
+
+
+def uncut(rows: pa.Table) -> list[str]:
+    """Names of the documents that are over before a state is cut: every world of theirs is the untouched one."""
+    return list(dict.fromkeys(row["document"] for row in rows.to_pylist() if row["num_boundaries"] == 0))
+
+
+def differences(
+    rows: pa.Table,
+    columns: Sequence[str] = ("intervention",),
+    *,
+    untouched: tuple | None = None,
+    copy_tokens: bool = False,
+    with_uncut: bool = False,
+) -> list[Difference]:
+    """Each world over all documents, in the order of the rows; of copy tokens over the documents that have any.
+
+    Documents without a boundary would thin the differences out; they are left out unless ``with_uncut``.
+
+    Args:
+        rows: of :func:`compare` or of a sweep.
+        columns: that tell worlds apart.
+        untouched: their values in the untouched run; None is the first row's.
+    """
+    left_out = set() if with_uncut else set(uncut(rows))
+    column, count = ("copy_loss", "num_copy_tokens") if copy_tokens else ("loss", "num_tokens")
+    worlds: dict[tuple, dict[str, float]] = {}
+    for row in rows.to_pylist():
+        losses = worlds.setdefault(tuple(row[c] for c in columns), {})
+        if row[count] and row["document"] not in left_out:
+            losses[row["document"]] = row[column]
+    base_losses = worlds[next(iter(worlds)) if untouched is None else untouched]
+    if not base_losses:
+        return []
+    base = np.array(list(base_losses.values()))
+    found = []
+    for world, losses in worlds.items():
+        values = np.array([losses[document] for document in base_losses])
+        difference, stderr = paired_difference(values, base)
+        found.append(Difference(world, float(values.mean()), difference, stderr, 100 * difference / float(base.mean())))
+    return found

@@ -1,0 +1,66 @@
+"""Importance of heads and layers from sensitivities: what the mean loss is estimated to rise by when each is removed.
+
+    head_output   the head's output is zero in the whole text
+    head_state    the head's state is zero at every boundary
+    directions    every direction of the head's states beyond the first ``rank`` is cut, at every boundary
+
+First order and Fisher part are summed over segments or boundaries, within a sample before squares are taken.
+"""
+
+import xarray as xr
+
+from jaxdelta.analysis.labels import labelled
+from jaxdelta.analysis.sensitivity.maps import tail_effect
+
+PARTS = {"output": "segment", "state": "boundary"}  # of a head, and what its derivatives are summed over
+
+
+def head_sums(maps: xr.Dataset, part: str) -> tuple[xr.DataArray, xr.DataArray | None]:
+    """Of a part of heads the derivatives summed over the text, and each sample's, None without samples."""
+    along, sample = PARTS[part], f"head_{part}_sample"
+    return maps[f"head_{part}"].sum(along), maps[sample].sum(along) if sample in maps else None
+
+
+def head_importance(maps: xr.Dataset) -> xr.Dataset:
+    """Maps over (document, layer, head) and (document, layer): ``head_output``, ``head_state``, ``layer_output`` ...
+
+    Also ``michel`` of the heads' outputs, without a unit; the others are in nats a scored token.
+    """
+    found = {}
+    for part in PARTS:
+        first, drawn = head_sums(maps, part)
+        found[f"head_{part}"] = _effect(first, drawn, maps.scored)
+        found[f"layer_{part}"] = _effect(first.sum("head"), None if drawn is None else drawn.sum("head"), maps.scored)
+    found["michel"] = michel(head_sums(maps, "output")[0])
+    return labelled(xr.Dataset(found, attrs=maps.attrs), _words(maps.attrs["unit"]))
+
+
+def _words(unit: str) -> dict[str, tuple[str, str]]:
+    """Long name and units of each variable."""
+    removed = {"output": "output in the whole text is", "state": "state at every boundary is"}
+    found = {
+        f"{kind}_{part}": (f"estimated rise of the objective when a {kind}'s {said} removed", unit)
+        for kind in ("head", "layer")
+        for part, said in removed.items()
+    }
+    return found | {"michel": ("|derivative of a head's gate|, scaled to unit norm within its layer", "1")}
+
+
+def michel(first: xr.DataArray) -> xr.DataArray:
+    """|derivative of a head's gate|, scaled to unit norm within a layer.
+
+    In each document, so that what is found of one does not depend on the others. Source: Michel, Levy, Neubig, arXiv
+    1905.10650.
+    """
+    size = abs(first.astype("float64"))
+    norm = (size**2).sum("head") ** 0.5
+    return size / norm.where(norm > 0, 1)
+
+
+def truncation_importance(maps: xr.Dataset, rank: int) -> xr.DataArray:
+    """Estimated rise of the loss when a head's states are cut to ``rank`` at one boundary, summed over boundaries."""
+    return tail_effect(maps).isel(rank=rank).sum("boundary")
+
+
+def _effect(first: xr.DataArray, drawn: xr.DataArray | None, scored: xr.DataArray) -> xr.DataArray:
+    return -first if drawn is None else -first + 0.5 * (drawn**2).mean("sample") / scored

@@ -1,0 +1,203 @@
+"""What sensitivities are taken of: functions of the final hidden states of a segment, with their cotangents.
+
+    next-token loss   l = log sum_y exp z_y - z_target;   dl/dh = E_p[w_y] - w_target,   w_y the rows of the head
+    its samples       the same with targets drawn from p by inversion, summed over tokens and not averaged
+    logit difference  z_word - z_other
+
+Cotangents are formed here and not by differentiating: logits exist for a block of words at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxdelta.dims import HIGHEST
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.nn.head import chosen_logits, log_normalizer, over_words
+from jaxdelta.runs.reverse import Objective, Tape
+
+
+class NextTokenInputs(NamedTuple):
+    """Arrays of one segment: ``targets`` Int[B T], ``scored`` Bool[B T], ``count`` Int[B], ``uniforms`` Float[R B T]."""
+
+    targets: Array
+    scored: Array
+    count: Array
+    uniforms: Array
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """Mean loss over scored tokens, in nats: cotangents of the loss itself, then of sampled labels, summed over tokens."""
+
+    def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: NextTokenInputs):
+        normalizer = log_normalizer(model.head_weight, hidden)
+        losses = normalizer - chosen_logits(model.head_weight, hidden, inputs.targets)
+        expected, labels = expected_and_sampled(model, hidden, normalizer, inputs.uniforms)
+        words = jnp.concatenate([inputs.targets[None], labels])
+        weights = jnp.where(inputs.scored, 1.0, 0.0).astype(losses.dtype)
+        into = (expected[None] - model.head_weight[words]) * weights[None, ..., None]
+        return losses * weights, into.at[0].divide(jnp.maximum(inputs.count, 1)[:, None, None])
+
+
+class LogitDifferenceInputs(NamedTuple):
+    """Arrays of one segment: ``words`` and ``others`` Int[B T], ``scored`` Bool[B T], ``count`` Int[B]."""
+
+    words: Array
+    others: Array
+    scored: Array
+    count: Array
+
+
+@dataclass(frozen=True)
+class LogitDifferenceObjective:
+    """Mean over scored tokens of the difference of two logits."""
+
+    def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: LogitDifferenceInputs):
+        weights = jnp.where(inputs.scored, 1.0, 0.0)
+        values = chosen_logits(model.head_weight, hidden, inputs.words) - chosen_logits(
+            model.head_weight, hidden, inputs.others
+        )
+        rows = model.head_weight[inputs.words] - model.head_weight[inputs.others]
+        return values * weights, (rows * (weights / jnp.maximum(inputs.count, 1)[:, None])[..., None])[None]
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """Mean over scored tokens of the logit of one word minus that of another, instead of a loss; it has no Fisher part.
+
+    Attributes:
+        words, others: Int[N - 1] or whole numbers, for the token that follows tokens 0 .. i.
+    """
+
+    words: np.ndarray | int
+    others: np.ndarray | int
+    name = "logit_difference"
+    unit = "logits"
+
+
+class OwnInputs(NamedTuple):
+    """Arrays of one segment: ``targets`` Int[B T], ``scored`` Bool[B T], ``count`` Int[B]."""
+
+    targets: Array
+    scored: Array
+    count: Array
+
+
+@dataclass(frozen=True)
+class OfHidden:
+    """Mean over scored tokens of a function of your own; it has no Fisher part.
+
+    Attributes:
+        function: of the final hidden states, Float[B T D], and the tokens that follow, Int[B T]; gives a value for each
+            token, Float[B T]. jax differentiates it. Take a function of a module: a lambda is another each time it is made.
+        name, unit: of its values.
+    """
+
+    function: Callable[[Array, Array], Array]
+    name: str = "own objective"
+    unit: str = "1"
+
+    def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: OwnInputs):
+        values, pull = jax.vjp(lambda h: self._values(model, h, inputs.targets), hidden)
+        weights = jnp.where(inputs.scored, 1.0, 0.0).astype(values.dtype)
+        (into,) = pull(weights / jnp.maximum(inputs.count, 1).astype(values.dtype)[:, None])
+        return values * weights, into[None]
+
+    def _values(self, model: Decoder, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        values = self.function(hidden, targets)
+        if values.shape != targets.shape:
+            raise ValueError(
+                f"the objective gives {list(values.shape)}; expected a value for each token, {list(targets.shape)}"
+            )
+        return values
+
+
+@dataclass(frozen=True)
+class OfLogits(OfHidden):
+    """As :class:`OfHidden`, with a function of the logits, Float[B T Y], which all exist at once in a segment."""
+
+    def _values(self, model: Decoder, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        return super()._values(model, model.logits(hidden), targets)
+
+
+Loss = Literal["next_token", "kl"] | LogitDifference | OfHidden
+
+
+def has_fisher(loss: Loss) -> bool:
+    """Whether the Fisher part of a loss exists: it is one of words that the model predicts."""
+    return isinstance(loss, str)
+
+
+def objective_of(
+    loss: Loss, tape: Tape, scored: np.ndarray, samples: int, seed: int
+) -> tuple[Objective, Callable[[int], Any]]:
+    """The objective of texts whose predictions ``scored``, Bool[B, N - 1], count, and its arrays in each segment."""
+    B, size = len(tape.text.lengths), tape.text.segment
+    count = tape.text.count * size
+    mask = np.zeros((B, count), bool)
+    mask[:, : scored.shape[1]] = scored[:, :count]
+    total = scored.sum(axis=1)
+
+    def part(x: np.ndarray, index: int) -> np.ndarray:
+        return x[:, index * size : (index + 1) * size]
+
+    if isinstance(loss, LogitDifference):
+        pairs = []
+        for words in (loss.words, loss.others):
+            padded = np.zeros((B, count), np.int32)
+            padded[:, : scored.shape[1]] = words
+            pairs.append(padded)
+
+        def inputs(index: int) -> LogitDifferenceInputs:
+            return LogitDifferenceInputs(part(pairs[0], index), part(pairs[1], index), part(mask, index), total)
+
+        return LogitDifferenceObjective(), inputs
+
+    if isinstance(loss, OfHidden):
+
+        def inputs(index: int) -> OwnInputs:
+            return OwnInputs(part(tape.text.tokens[:, 1:], index), part(mask, index), total)
+
+        return loss, inputs
+
+    def inputs(index: int) -> NextTokenInputs:
+        shape = samples, B, size
+        # numpy's, whose draws follow from seed and segment alone; jax's follow its settings.
+        uniforms = np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64))).random(shape, np.float32)
+        return NextTokenInputs(part(tape.text.tokens[:, 1:], index), part(mask, index), total, uniforms)
+
+    return NextToken(), inputs
+
+
+def expected_and_sampled(
+    model: Decoder, hidden: Float[Array, "B T D"], normalizer: Float[Array, "B T"], uniforms: Float[Array, "R B T"]
+) -> tuple[Float[Array, "B T D"], Int[Array, "R B T"]]:
+    """The head's rows averaged over the predictive distribution, and words drawn from it by inversion."""
+    B, T, D = hidden.shape
+    rows, log_total = hidden.reshape(B * T, D), normalizer.reshape(B * T, 1)
+    levels = uniforms.reshape(-1, B * T, 1)
+    wide = log_total.dtype
+    precision = HIGHEST if hidden.dtype != jnp.bfloat16 else None
+
+    def add(sums, words):
+        mean, below, passed = sums
+        logits = jnp.einsum("nd,yd->ny", rows, words, preferred_element_type=wide, precision=precision)
+        p = jnp.exp(logits - log_total)
+        mean = mean + jnp.einsum(
+            "ny,yd->nd", p.astype(words.dtype), words, preferred_element_type=wide, precision=precision
+        )
+        if not len(levels):
+            return mean, below, passed
+        cumulative = below + jnp.cumsum(p, axis=-1)
+        return mean, cumulative[:, -1:], passed + jnp.sum(cumulative[None] < levels, axis=-1, dtype=jnp.int32)
+
+    start = jnp.zeros((B * T, D), wide), jnp.zeros((B * T, 1), wide), jnp.zeros(levels.shape[:2], jnp.int32)
+    mean, _, passed = over_words(model.head_weight, B * T, add, start)
+    labels = jnp.minimum(passed, len(model.head_weight) - 1)
+    return mean.reshape(B, T, D), labels.reshape(uniforms.shape)

@@ -1,0 +1,385 @@
+"""How far an estimate of a removal's effect can be trusted: predicted against measured, on the same tokens.
+
+Effects are averaged over documents, unit by unit (a direction, a head, a layer), and compared across units:
+
+    spearman, pearson     correlations of predicted and measured effects
+    precision             share of the k units that matter most which are among the k predicted to
+    sum_ratio             sum of predicted over sum of measured effects: an allocation of a budget needs calibration
+    cost                  units measured in predicted order until the true top k are all among them
+
+Intervals are those of the jackknife over n documents: the number, give or take Student's t (n - 1 degrees, 95 %) times
+sqrt((n - 1) / n sum (leave-one-out - their mean)^2), cut to the metric's range. They hold the number itself, which
+quantiles of a bootstrap over half a dozen documents need not: a document drawn twice is noise counted twice, and lowers
+every correlation. Precision and cost jump from unit to unit, where no jackknife holds, and have no interval. Source: Efron
+and Tibshirani, An Introduction to the Bootstrap, chapter 11.
+
+The ceiling compares measured effects of one half of the documents with those of the other, over random halves: no estimate
+need agree with the measurement better than it does with itself. Its interval is the middle 95 % of the halves.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import xarray as xr
+from scipy import stats
+
+from jaxdelta.analysis.sensitivity import ablation, estimators
+from jaxdelta.analysis.sensitivity.ablation import Direction
+from jaxdelta.analysis.sensitivity.importance import PARTS, head_sums, michel
+from jaxdelta.analysis.sensitivity.maps import checked
+from jaxdelta.analysis.sensitivity.objectives import objective_of
+from jaxdelta.documents import Document
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.results.documents import Documents, Item, of_document, opened, rows_of
+from jaxdelta.runs.reverse import pull_back, record
+from jaxdelta.runs.segments import text_of
+
+SUBJECTS = {
+    "direction": "one direction of one state",
+    "head_output": "a head's output, whole text",
+    "head_state": "a head's state, every boundary",
+    "layer_output": "a layer's outputs, whole text",
+    "layer_state": "a layer's states, every boundary",
+}
+Kind = Literal["direction", "head_output", "head_state", "layer_output", "layer_state"]
+METRICS = ("spearman", "pearson", "precision", "sum_ratio", "cost")
+STEPS = {"precision", "cost"}  # which jump from unit to unit: leaving one document out says little of them
+RANGES = {  # NaN: the number of units
+    "spearman": (-1.0, 1.0),
+    "pearson": (-1.0, 1.0),
+    "precision": (0.0, 1.0),
+    "sum_ratio": (-np.inf, np.inf),
+    "cost": (1.0, np.nan),
+}
+CEILING = "measured, other half"
+MEASURED = "measured"
+UNITLESS = {"michel"}  # estimators whose sum means nothing
+SCHEMA = pa.schema(
+    [
+        ("kind", pa.string()),
+        ("document", pa.string()),
+        ("layer", pa.int32()),
+        ("head", pa.int32()),
+        ("boundary", pa.int32()),
+        ("direction", pa.int32()),
+        ("estimator", pa.string()),
+        ("effect", pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted and measured effects of one kind of unit.
+
+    Attributes:
+        kind: of the units.
+        units: what each is: (layer,), (layer, head) or (layer, head, direction), ``layer`` the model's.
+        measured: f64 [documents, units], in nats a scored token.
+        predicted: f64 [documents, units] by estimator.
+    """
+
+    kind: Kind
+    units: list[tuple[int, ...]]
+    measured: np.ndarray
+    predicted: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of a validation, with a 95 % interval over documents; NaN where there are too few.
+
+    Attributes:
+        kind, estimator, metric: what it is of.
+        value, low, high: the number and its interval.
+    """
+
+    kind: Kind
+    estimator: str
+    metric: str
+    value: float
+    low: float
+    high: float
+
+
+def compare(model: Decoder, documents: Sequence[Document], maps: xr.Dataset, **options) -> list[Comparison]:
+    """Measured removals with the estimates of ``maps`` beside them; arguments and errors of :func:`removals`."""
+    return from_rows(removals(model, documents, maps, **options))
+
+
+def removals(
+    model: Decoder,
+    documents: Documents,
+    maps: xr.Dataset,
+    *,
+    scored: Sequence[np.ndarray] | None = None,
+    directions: int = 128,
+    boundary: int | None = None,
+    dear: bool = False,
+    steps: int = 8,
+    seed: int = 0,
+    worlds: int = 64,
+    out: Path | str | None = None,
+    name: str = "model",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> pa.Table:
+    """Remove directions, heads and layers for real, on the tokens of ``maps``, and set its estimates beside the effects.
+
+    Args:
+        documents: those of ``maps``, in its order.
+        maps: of :func:`jaxdelta.analysis.sensitivity.maps.sensitivity`, for next-token loss without an intervention.
+        scored: for each document Bool[N - 1], as for ``maps``.
+        directions: how many, drawn at random from those of one boundary that stand above the rounding of their state in
+            every document, the same in each; 0 is all of them.
+        boundary: in tokens seen; None is the middle one of the shortest document.
+        dear: also Gauss-Newton, exact local effects and integrated gradients (``steps`` midpoints), for directions.
+        seed: of the directions drawn.
+        worlds: removed at once.
+        out: results folder; documents finished there are not measured again.
+        name: of the model, for the manifest.
+        progress: called with the documents done and their number.
+
+    Returns:
+        A row for each kind, document, unit and estimator ("measured" among them): ``kind``, ``document``, ``layer`` (the
+        model's), ``head``, ``boundary`` (tokens seen) and ``direction`` (null where the unit is wider), ``estimator``,
+        ``effect``: the rise of the mean loss, in nats a scored token.
+
+    Raises:
+        ValueError: ``maps`` is of another loss, or the boundary is not one of every document.
+        ResultsError: ``out`` cannot be used.
+    """
+    if maps.attrs["objective"] != "next_token":
+        raise ValueError(f"maps are of {maps.attrs['objective']!r}; only the next-token loss is measured here")
+    if maps.attrs["intervention"] != "none":
+        raise ValueError(
+            f"maps are of a model under {maps.attrs['intervention']}; removals are measured in the untouched one"
+        )
+    documents = checked(model, documents, maps.attrs["segment_tokens"], scored)
+    if [d.name for d in documents] != maps.document.values.tolist():
+        raise ValueError(f"documents are {[d.name for d in documents]}, the maps of {maps.document.values.tolist()}")
+    segment = maps.attrs["segment_tokens"]
+    fewest = int((maps.sigma.isel(layer=0, head=0, direction=0).notnull()).sum("boundary").min())
+    shared = maps.boundary.values[:fewest].tolist()
+    boundary = shared[(fewest - 1) // 2] if boundary is None else boundary
+    if boundary not in shared:
+        raise ValueError(f"boundary is {boundary}, in tokens seen; the boundaries of every document are {shared}")
+    chosen = draw_directions(known_directions(maps, boundary), directions, seed)
+    options = dict(boundary=boundary, dear=dear, steps=steps, worlds=worlds)
+    about = dict(samples=maps.attrs["samples"], labels=maps.attrs["seed"], directions=list(map(list, chosen)))
+    results = opened(out, model, name, "removals", segment=segment, **about, **options)
+    rows = {d.name: row for row, d in enumerate(documents)}
+
+    def work(values: list[Document], progress) -> list[pa.Table]:
+        return [_of_document(model, d, maps.isel(document=rows[d.name]), chosen, **options) for d in values]
+
+    return rows_of([Item(of_document(d), d) for d in documents], work, results=results, progress=progress)
+
+
+def known_directions(maps: xr.Dataset, boundary: int) -> list[Direction]:
+    """The directions of a boundary that stand above the rounding of their state in every document, in order."""
+    above = ~maps.below_rounding.sel(boundary=boundary).any("document").transpose("layer", "head", "direction")
+    return [
+        Direction(int(maps.layer[layer]), int(maps["head"][head]), int(maps.direction[direction]))
+        for layer, head, direction in zip(*np.nonzero(above.values), strict=True)
+    ]
+
+
+def draw_directions(known: Sequence[Direction], count: int, seed: int) -> list[Direction]:
+    """``count`` of the known directions, without repetition, in order; 0 is all."""
+    if not count or count >= len(known):
+        return list(known)
+    return [known[i] for i in np.sort(np.random.default_rng(seed).choice(len(known), count, replace=False))]
+
+
+def _of_document(
+    model: Decoder,
+    document: Document,
+    maps: xr.Dataset,
+    chosen: list[Direction],
+    *,
+    boundary: int,
+    dear: bool,
+    steps: int,
+    worlds: int,
+) -> pa.Table:
+    """The rows of one document; ``maps`` is its own."""
+    segment, layers = maps.attrs["segment_tokens"], maps.layer.values.tolist()
+    tape, mask = record(model, text_of(model, document.tokens[None], segment=segment)), document.mask
+    heads = [(layer, head) for layer in layers for head in maps["head"].values.tolist()]
+    units = {"head": heads, "layer": [(layer,) for layer in layers]}
+    rows = []
+
+    def add(kind: str, units: Sequence[tuple[int, ...]], effects: dict[str, np.ndarray]) -> None:
+        for estimator, values in effects.items():
+            for unit, value in zip(units, values, strict=True):
+                layer, head, direction = (*unit, None, None)[:3]
+                at = boundary if kind == "direction" else None
+                rows.append((kind, str(document.name), layer, head, at, direction, estimator, float(value)))
+
+    measured = ablation.direction_effects(model, tape, mask, boundary, chosen, worlds=worlds)
+    index = {
+        n: xr.DataArray(np.array(x), dims="unit") for n, x in zip(Direction._fields, zip(*chosen, strict=True), strict=True)
+    }
+    gates = [maps[n].sel(boundary=boundary, **index) if n in maps else None for n in ("gate", "gate_sample")]
+    dearer = _dear(model, tape, mask, boundary, chosen, steps, worlds) if dear else {}
+    add("direction", chosen, {MEASURED: measured} | _cheap(*gates, maps.scored) | dearer)
+    for part in PARTS:
+        first, drawn = head_sums(maps, part)
+        for kind, of_kind in units.items():
+            measured = ablation.head_effects(model, tape, mask, of_kind, part, worlds=worlds)
+            sums = [
+                None if x is None else x.stack(unit=("layer", "head")) if kind == "head" else x.sum("head")
+                for x in (first, drawn)
+            ]
+            predicted = _cheap(*sums, maps.scored)
+            if kind == "head":
+                predicted["michel"] = michel(first).stack(unit=("layer", "head")).values
+            add(f"{kind}_{part}", of_kind, {MEASURED: measured} | predicted)
+    columns = zip(*rows, strict=True)
+    return pa.table([pa.array(x, f.type) for x, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+
+
+def joined(maps: xr.Dataset, rows: pa.Table) -> xr.Dataset:
+    """``maps`` with the measured effects beside the estimates: ``direction_measured``, ``head_output_measured`` and so on.
+
+    NaN where nothing was measured; the attribute ``validated`` says what was.
+    """
+    named = {"direction": ("document", "boundary", "layer", "head", "direction")}
+    named |= {f"head_{part}": ("document", "layer", "head") for part in PARTS}
+    named |= {f"layer_{part}": ("document", "layer") for part in PARTS}
+    place = {d: {value: i for i, value in enumerate(maps[d].values.tolist())} for d in named["direction"]}
+    found = {kind: np.full([maps.sizes[d] for d in dims], np.nan) for kind, dims in named.items()}
+    measured = [row for row in rows.to_pylist() if row["estimator"] == MEASURED]
+    for row in measured:
+        found[row["kind"]][tuple(place[d][row[d]] for d in named[row["kind"]])] = row["effect"]
+    whole = maps.assign({f"{kind}_measured": (named[kind], x) for kind, x in found.items()})
+    unit = maps.attrs["unit"]
+    for kind in named:
+        whole[f"{kind}_measured"].attrs |= {
+            "long_name": f"measured rise of the loss: {SUBJECTS[kind]} removed",
+            "units": unit,
+        }
+    count = len({tuple(row[d] for d in named["direction"][1:]) for row in measured if row["kind"] == "direction"})
+    return whole.assign_attrs(validated=f"yes: removals of heads, layers and {count} directions were measured (*_measured)")
+
+
+def _cheap(gate: xr.DataArray, drawn: xr.DataArray | None, scored: xr.DataArray) -> dict[str, np.ndarray]:
+    """Estimates from the summed gates of units and their samples, in one document."""
+    first = -np.asarray(gate, np.float64)
+    found = {"first order": first, "|first order|": np.abs(first)}
+    if drawn is not None:
+        half = 0.5 * np.mean(np.square(np.asarray(drawn.transpose("sample", ...), np.float64)), axis=0)
+        half = half / float(scored)
+        found |= {"fisher / 2": half, "first order + fisher / 2": first + half}
+    return found
+
+
+def _dear(model, tape, mask, boundary, chosen, steps, worlds) -> dict[str, np.ndarray]:
+    objective, inputs = objective_of("next_token", tape, mask[None], 0, 0)
+    pulled = list(pull_back(model, tape, objective, inputs, cotangents=1))
+    parts: dict[str, list[np.ndarray]] = {"Gauss-Newton": [], "exact local": [], "integrated gradients": []}
+    for begin in range(0, len(chosen), worlds):
+        part = chosen[begin : begin + worlds]
+        first, second = estimators.gauss_newton(model, tape, mask, boundary, part)
+        parts["Gauss-Newton"].append(first + second)
+        parts["exact local"].append(estimators.exact_local(model, tape, pulled, boundary, part))
+        path = estimators.integrated_gradients(model, tape, mask, boundary, part, steps=steps)
+        parts["integrated gradients"].append(path)
+    return {name: np.concatenate(x) for name, x in parts.items()}
+
+
+def scores(comparison: Comparison, *, top: int | None = None, halves: int = 200, seed: int = 0) -> list[Score]:
+    """All metrics of all estimators, and the ceiling; ``top`` is k, a tenth of the units where None.
+
+    ``halves`` random splits make the ceiling; ``seed`` is theirs.
+    """
+    documents, units = comparison.measured.shape
+    top = max(1, units // 10) if top is None else top
+    found = []
+    for estimator, predicted in comparison.predicted.items():
+
+        def over(rows: np.ndarray, predicted=predicted) -> tuple[float, ...]:
+            return _metrics(predicted[rows].mean(axis=0), comparison.measured[rows].mean(axis=0), top)
+
+        every = np.arange(documents)
+        value = over(every)
+        left_out = [over(np.delete(every, i)) for i in every] if documents > 2 else []
+        of_estimator = _with_interval(comparison.kind, estimator, value, _jackknife(value, left_out, units))
+        found += [_without_value(s) if s.metric == "sum_ratio" and estimator in UNITLESS else s for s in of_estimator]
+    if documents > 1:
+        rng = np.random.default_rng(seed)
+        split = []
+        for _ in range(halves):
+            order = rng.permutation(documents)
+            one, other = order[: documents // 2], order[documents // 2 :]
+            split.append(_metrics(comparison.measured[one].mean(axis=0), comparison.measured[other].mean(axis=0), top))
+        interval = [_over_finite(np.percentile, split, q) for q in (2.5, 97.5)]
+        found += _with_interval(comparison.kind, CEILING, _over_finite(np.mean, split), interval)
+    return found
+
+
+def _jackknife(value: Sequence[float], left_out: Sequence[Sequence[float]], units: int) -> list[np.ndarray]:
+    """Ends of the 95 % interval of every metric; NaN where a leave-one-out does not exist, or documents are too few."""
+    n = len(left_out)
+    if not n:
+        return [np.full(len(METRICS), np.nan)] * 2
+    spread = np.asarray(left_out, np.float64)
+    error = np.sqrt((n - 1) / n * np.sum((spread - spread.mean(axis=0)) ** 2, axis=0))
+    reach = stats.t.ppf(0.975, n - 1) * np.where([metric in STEPS for metric in METRICS], np.nan, error)
+    lowest, highest = np.array([RANGES[metric] for metric in METRICS]).T
+    return [
+        np.clip(np.asarray(value) + sign * reach, lowest, np.where(np.isnan(highest), units, highest)) for sign in (-1, 1)
+    ]
+
+
+def _without_value(score: Score) -> Score:
+    return replace(score, value=np.nan, low=np.nan, high=np.nan)
+
+
+def _with_interval(kind: Kind, estimator: str, value: Iterable[float], interval: Sequence[Iterable[float]]) -> list[Score]:
+    return [
+        Score(kind, estimator, *row)
+        for row in zip(METRICS, map(float, value), map(float, interval[0]), map(float, interval[1]), strict=True)
+    ]
+
+
+def _over_finite(statistic: Callable[..., float], spread: Sequence, *arguments: float) -> list[float]:
+    """A statistic of each metric over the draws in which it exists; NaN where it does in none."""
+    columns = np.asarray(spread, np.float64).reshape(-1, len(METRICS)).T
+    kept = (column[np.isfinite(column)] for column in columns)
+    return [float(statistic(x, *arguments)) if len(x) else float("nan") for x in kept]
+
+
+def _metrics(predicted: np.ndarray, measured: np.ndarray, top: int) -> tuple[float, ...]:
+    if not np.isfinite([*predicted, *measured]).all() or not measured.any():
+        return (np.nan,) * len(METRICS)  # nothing was measured to agree with
+    constant = np.ptp(predicted) == 0 or np.ptp(measured) == 0
+    spearman = np.nan if constant else stats.spearmanr(predicted, measured).statistic
+    pearson = np.nan if constant else np.corrcoef(predicted, measured)[0, 1]
+    true = set(np.argsort(-measured, kind="stable")[:top].tolist())
+    order = np.argsort(-predicted, kind="stable").tolist()
+    hit = len(true.intersection(order[:top])) / top
+    cost = max(order.index(unit) for unit in true) + 1
+    total = measured.sum()
+    return spearman, pearson, hit, predicted.sum() / total if total else np.nan, float(cost)
+
+
+def from_rows(rows: pa.Table) -> list[Comparison]:
+    """The comparisons of rows of :func:`removals`, of all their documents together."""
+    found: dict[str, dict[str, dict[str, dict[tuple[int, ...], float]]]] = {}
+    for row in rows.to_pylist():
+        unit = tuple(row[name] for name in ("layer", "head", "direction") if row[name] is not None)
+        of_kind = found.setdefault(row["kind"], {}).setdefault(row["estimator"], {})
+        of_kind.setdefault(row["document"], {})[unit] = row["effect"]
+    comparisons = []
+    for kind, estimators_of in found.items():
+        effects: dict[str, Any] = {
+            e: np.array([list(units.values()) for units in d.values()]) for e, d in estimators_of.items()
+        }
+        units = list(next(iter(next(iter(estimators_of.values())).values())))
+        comparisons.append(Comparison(kind, units, effects.pop(MEASURED), effects))
+    return comparisons

@@ -1,0 +1,264 @@
+"""The ledger of a trained model: where its write strengths, keys and decays put every token's transition.
+
+    A_t = alpha_t H_{n_h} ... H_1,  H_j = I - beta_j k_j k_j^T,  alpha_t = exp(g_t)
+    H_{n_h} ... H_1 = I - Q C Q^T,  C of size min(n_h, K)              see jaxdelta/analysis/windows.py
+
+A factor has the eigenvalue 1 - beta ||k||^2 along its key. For n_h < K the spectrum of A_t is alpha_t times that of I - C,
+and alpha_t itself K - n_h times: its radius is alpha_t, whatever beta in [0, 2] and keys no longer than one are (the pin),
+and rank(A_t - alpha_t I) = rank(C) <= n_h. Where that rank is less, a factor is switched off or keys are parallel. ||k||^2
+is measured: the eps of the l2 norm leaves keys shorter than one, and normalisation by the sum of magnitudes much shorter.
+The sources of the facts are linear algebra; that they hold for DeltaProduct's transition is the frozenrank study's
+observation. The model is Siems et al., arXiv 2502.10297.
+
+Only the n_h x n_h problems are solved for every token; ``whole_defect`` takes some transitions whole, factor by factor in
+f64, and finds their radius among all K eigenvalues.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+from jaxtyping import Float
+
+from jaxdelta.analysis.compare import padded_length
+from jaxdelta.analysis.labels import head_coordinates, labelled
+from jaxdelta.analysis.transitions.windows import (
+    ACTIVE,
+    ANGLE_EDGES,
+    FORGOTTEN,
+    KINDS,
+    WindowStream,
+    WindowSums,
+    check_windows,
+    frozen_tolerances,
+    product,
+)
+from jaxdelta.arguments import whole_number
+from jaxdelta.documents import Document
+from jaxdelta.models.config import DecoderConfig
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
+from jaxdelta.runs.capacity import rows_that_fit, run_memory
+from jaxdelta.runs.observers import Named
+from jaxdelta.runs.segments import NonFiniteError, Text, init_carry, iterate
+
+WINDOWS = (1, 4, 16, 64, 256, 1024, 4096)
+TAKEN_WHOLE = 256  # transitions of a document, at least one for each head
+
+WORDS = {  # long name and units of each variable
+    "g": ("log-decay of a token", "nats"),
+    "beta": ("write strength", "1"),
+    "key_norm2": ("squared norm of the key", "1"),
+    "eigenvalue": ("1 - beta |k|^2, eigenvalue of a factor along its key", "1"),
+    "change": ("singular value of A / alpha - I", "1"),
+    "real": ("eigenvalue of A / alpha, real part", "1"),
+    "imag": ("eigenvalue of A / alpha, imaginary part", "1"),
+    "whole_defect": ("largest |rho(A) / alpha - 1| of the transitions taken whole", "1"),
+    "whole_count": ("transitions taken whole, of each head", "transitions"),
+    "count": ("whole windows", "windows"),
+    "kept": ("singular value of the product over a window, decay apart, mean", "1"),
+    "changed": ("singular value of the product minus I, mean", "1"),
+    "frozen": ("directions that the product changes by no more than the tolerance, mean", "directions"),
+    "forgotten": ("directions that the product more than halves, mean", "directions"),
+    "log_decay": ("sum of the log-decays over a window, mean", "nats"),
+    "kept_smallest": ("smallest singular value of any window", "1"),
+    "kept_largest": ("largest singular value of any window", "1"),
+    "overlap": ("overlap of the subspaces of successive windows, mean", "1"),
+    "chance": ("overlap of random subspaces of as many dimensions, mean", "1"),
+    "apart": ("overlap of the subspaces of windows that are not successive, mean", "1"),
+    "pairs": ("pairs of successive windows that have such subspaces", "pairs"),
+    "pairs_apart": ("pairs of other windows that have such subspaces", "pairs"),
+    "angles": ("principal angles of successive windows in the bin", "angles"),
+    "step": ("Householder step of a token", "index"),
+    "active": ("active direction of a transition", "index"),
+}
+
+
+def ledger_of(
+    model: Decoder,
+    documents: Documents,
+    *,
+    segment: int = 256,
+    windows: Sequence[int] = WINDOWS,
+    out: Path | str | None = None,
+    name: str = "model",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> xr.Dataset:
+    """Transitions of every token and products over windows, document after document, one segment's arrays at a time.
+
+    Args:
+        segment: tokens run at once; never changes a result by more than rounding.
+        windows: lengths in tokens, ascending, each a multiple of the one before; from a document's start, whole ones only.
+        out: results folder; documents finished there are not run again.
+        name: of the model, for the manifest.
+        progress: called with the segments done and their total.
+
+    Returns:
+        f32 over (document, token, layer, head), NaN where a document has ended: ``g``; with a ``step`` of n_h ``beta``,
+        ``key_norm2`` = ||k||^2 and ``eigenvalue`` = 1 - beta ||k||^2; with an ``active`` of min(n_h, K) ``change``,
+        singular values of A / alpha - I, and ``real`` and ``imag``, eigenvalues of A / alpha other than the K - n_h ones,
+        by magnitude. ``whole_defect`` (document, layer, head): the largest |rho(A) / alpha - 1| of the ``whole_count``
+        (document) transitions taken whole, evenly over the text.
+
+        Over (document, window, layer, head), means over windows: ``kept`` and ``changed`` with a ``direction`` of K,
+        singular values of the product P and of P - I; ``frozen`` with a ``tolerance``, dim of the directions that P changes
+        by no more; ``forgotten``, dim of those it more than halves; ``log_decay``, kept apart from P; the extremes
+        ``kept_smallest`` and ``kept_largest``. With a ``kind`` of subspace, ``pairs`` of successive windows that have one,
+        their ``overlap`` (see :class:`~jaxdelta.analysis.transitions.windows.Mixing`), its ``chance`` for random subspaces
+        of as many dimensions, and ``angles``, counts of principal angles in bins of degrees; ``apart``, the overlap of the
+        ``pairs_apart`` that are not successive. ``count`` (document, window): whole windows, 0 where a document is too
+        short. ``layer`` is the model's layer, ``linear_layer`` its index among the linear ones.
+
+    Raises:
+        ValueError: no linear layer, no document, an empty one, two of a name, an id out of range, windows or segment out of
+            bounds.
+        NonFiniteError: a NaN or an infinity, with its layer, tokens and document.
+        MemoryError: not even one document fits.
+        ResultsError: ``out`` cannot be used.
+    """
+    documents = as_documents(documents, model, fewest=1)
+    _check(model.config, segment, windows)
+    length = padded_length(documents, segment)
+    rows_that_fit(run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=length), 1)
+    results = opened(out, model, name, "transitions", segment=segment, windows=list(windows))
+
+    def work(values: list[Document], progress) -> list[xr.Dataset]:
+        (document,) = values
+        try:
+            return [_of_document(model, document, segment, windows, length, progress)]
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{document.name}: {error}", 0) from None
+
+    items = [Item(of_document(d), d, -(-len(d.tokens) // segment)) for d in documents]
+    whole = joined_documents(worked(items, work, results=results, progress=progress))
+    if results is not None:
+        results.finish_arrays("transitions", whole)
+    return whole
+
+
+def _check(config: DecoderConfig, segment: int, windows: Sequence[int]) -> None:
+    if not config.linear_layers:
+        raise ValueError(f"{config.title} of {config.num_layers} attention layers has no linear layer, and no transition")
+    if whole_number("segment", segment) < 1:
+        raise ValueError(f"segment is {segment}; expected at least 1 token")
+    check_windows(windows)
+
+
+def _of_document(model, document: Document, segment: int, windows: Sequence[int], max_length: int, progress) -> xr.Dataset:
+    c, T = model.config, len(document.tokens)
+    L, H, n = len(c.linear_layers), c.num_value_heads, c.num_householder
+    stream = WindowStream(windows, layers=L, heads=H, key_dim=c.key_dim, num_householder=n)
+    whole = np.unique(np.linspace(0, T - 1, -(-TAKEN_WHOLE // (L * H))).astype(int))
+    tokens, defect = [], np.zeros((L, H))
+    for index, (k, beta, g) in enumerate(_rule_inputs(model, document, segment, max_length)):
+        of_layers = []
+        for layer in range(L):
+            stream.add(layer, k[layer], beta[layer], g[layer])
+            of_layers.append(measures(k[layer], beta[layer], g[layer], n))
+            for t in whole[(whole >= index * segment) & (whole < (index + 1) * segment)] - index * segment:
+                at = slice(t * n, (t + 1) * n)
+                found = whole_defects(k[layer, at], beta[layer, at], g[layer, t])
+                defect[layer] = np.maximum(defect[layer], found)
+        tokens.append({name: np.stack([m[name] for m in of_layers], axis=1) for name in of_layers[0]})
+        progress(index + 1, -(-T // segment))
+    whole_text = {name: np.concatenate([part[name] for part in tokens]) for name in tokens[0]}
+    return _dataset(c, document.name, whole_text, len(whole), defect, stream.finish())
+
+
+def measures(
+    k: Float[np.ndarray, "P H K"], beta: Float[np.ndarray, "P H"], g: Float[np.ndarray, "T H"], num_householder: int
+) -> dict[str, np.ndarray]:
+    """What each token's transition is, f32 [T, H] and with a last axis of steps or active directions; worked out in f64.
+
+    A beta outside of [0, 2] is measured like any other: an eigenvalue is then beyond 1 in magnitude and the pin is broken.
+    """
+    k, beta = (
+        x.reshape(len(g), num_householder, *x.shape[1:]).swapaxes(1, 2).astype(np.float64) for x in (k, beta[..., None])
+    )
+    beta = beta[..., 0]
+    norm2 = np.sum(k * k, axis=-1)
+    C = product(k, beta).deviation
+    spectrum = np.linalg.eigvals(np.eye(C.shape[-1]) - C)
+    spectrum = np.take_along_axis(spectrum, np.argsort(-np.abs(spectrum), axis=-1), axis=-1)
+    found = {
+        "g": g,
+        "beta": beta,
+        "key_norm2": norm2,
+        "eigenvalue": 1 - beta * norm2,
+        "change": np.linalg.svd(C, compute_uv=False),
+        "real": spectrum.real,
+        "imag": spectrum.imag,
+    }
+    return {name: x.astype(np.float32) for name, x in found.items()}
+
+
+def whole_defects(
+    k: Float[np.ndarray, "J H K"], beta: Float[np.ndarray, "J H"], g: Float[np.ndarray, " H"]
+) -> Float[np.ndarray, " H"]:
+    """|rho(A) / alpha - 1| of one token's transitions, made factor by factor as K x K matrices in f64."""
+    alpha = np.exp(g.astype(np.float64))
+    A = alpha[:, None, None] * np.eye(k.shape[-1])
+    for key, strength in zip(k.astype(np.float64), beta.astype(np.float64), strict=True):
+        A = A - strength[:, None, None] * key[:, :, None] * (key[:, None] @ A)
+    return np.abs(np.abs(np.linalg.eigvals(A)).max(axis=-1) / alpha - 1)
+
+
+def _rule_inputs(model: Decoder, document: Document, segment: int, max_length: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """k [L, P, H, K], beta [L, P, H] and g [L, T, H] of one segment after the other."""
+    tokens = np.pad(document.tokens.astype(np.int32), (0, 1 + -len(document.tokens) % segment))[None]
+    text, n = Text(tokens, np.array([len(document.tokens)]), segment), model.config.num_householder
+    observer = Named(("k", "beta", "g"), model.config.linear_layers)
+    for step in iterate(model, text, init_carry(model, 1, max_length), observers=(observer,)):
+        (found,) = step.observed
+        k, beta, g = (found[name][:, 0].astype(np.float64) for name in observer.names)
+        (length,) = text.part(step.index).length
+        yield k[:, : length * n], beta[:, : length * n], g[:, :length]
+
+
+def _dataset(
+    config: DecoderConfig,
+    name: str,
+    tokens: dict[str, np.ndarray],
+    taken: int,
+    defect: np.ndarray,
+    sums: dict[int, WindowSums],
+):
+    last = {"beta": ("step",), "key_norm2": ("step",), "eigenvalue": ("step",), "g": ()}
+    found = {
+        x: (("document", "token", "layer", "head", *last.get(x, ("active",))), values[None]) for x, values in tokens.items()
+    }
+    found["whole_defect"] = (("document", "layer", "head"), defect[None])
+    found["whole_count"] = (("document",), [taken])
+    means = {length: s.means() for length, s in sums.items()}
+    inner = {"kept": "direction", "changed": "direction", "frozen": "tolerance", "overlap": "kind", "chance": "kind"}
+    inner |= {"pairs": "kind", "angles": "kind", "apart": "kind", "pairs_apart": "kind"}
+    for x in next(iter(means.values())):
+        dims = (
+            "document",
+            "window",
+            "layer",
+            "head",
+            *([inner[x]] if x in inner else []),
+            *(["angle"] if x == "angles" else []),
+        )
+        found[x] = (dims, np.stack([m[x] for m in means.values()])[None])
+    found["count"] = (("document", "window"), np.array([[s.count[0] for s in sums.values()]]))
+    coords = {
+        "document": [name],
+        "token": np.arange(len(tokens["g"])),
+        **head_coordinates(config),
+        "window": list(sums),
+        "direction": np.arange(config.key_dim),
+        "tolerance": list(frozen_tolerances(config.key_dim)),
+        "kind": list(KINDS),
+        "angle": (ANGLE_EDGES[:-1] + ANGLE_EDGES[1:]) / 2,
+    }
+    attrs = {
+        "num_householder": config.num_householder,
+        "key_dim": config.key_dim,
+        "active": f"sigma(P - I) > {ACTIVE}",
+        "forgotten": f"sigma(P) < {FORGOTTEN}",
+        "precision": "keys, write strengths and decays as the layer has them; everything from them in f64",
+    }
+    return labelled(xr.Dataset(found, coords, attrs), WORDS)

@@ -1,0 +1,155 @@
+"""What a ledger of transitions says of each layer and head, and of all of them: rows, and histograms."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import xarray as xr
+from jaxtyping import Bool, Float
+
+from jaxdelta.analysis.labels import labelled
+from jaxdelta.analysis.transitions.windows import numerical_tolerance
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+EDGES = {  # of histograms; those of alpha are equal steps of log(1 - alpha), from 0 to 0.9999
+    "beta": np.linspace(0, 2, 101),
+    "eigenvalue": np.linspace(-1, 1, 101),
+    "alpha": 1 - np.logspace(0, -4, 101),
+}
+
+
+def values(ledger: xr.Dataset, quantity: str) -> Float[np.ndarray, " N"]:
+    """Every token's, head's and step's beta, eigenvalue or alpha, in one row."""
+    x = np.exp(ledger.g.values) if quantity == "alpha" else ledger[quantity].values
+    return x[~np.isnan(x)]
+
+
+def active_ranks(ledger: xr.Dataset) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
+    """rank(A - alpha I) of every transition: singular values above K eps(f32), and the exponential of their entropy."""
+    change = _of_tokens(ledger, "change")
+    total = change.sum(axis=-1, keepdims=True)
+    p = change / np.where(total > 0, total, 1)
+    entropy = -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=-1)
+    numerical = (change > numerical_tolerance(ledger.attrs["key_dim"])).sum(axis=-1)
+    return numerical.astype(float), np.where(total[:, 0] > 0, np.exp(entropy), 0)
+
+
+def radii(ledger: xr.Dataset) -> Float[np.ndarray, " N"]:
+    """rho(A) / alpha of every transition, from the eigenvalues of its n_h x n_h problem."""
+    active = np.hypot(_of_tokens(ledger, "real"), _of_tokens(ledger, "imag")).max(axis=-1)
+    pinned = ledger.attrs["num_householder"] < ledger.attrs["key_dim"]
+    return np.maximum(active, 1) if pinned else active
+
+
+def rotates(ledger: xr.Dataset) -> Bool[np.ndarray, " N"]:
+    """Whether a transition has a complex pair of eigenvalues: it turns a plane, which one factor cannot."""
+    return (np.abs(_of_tokens(ledger, "imag")) > numerical_tolerance(ledger.attrs["key_dim"])).any(axis=-1)
+
+
+def transition_rows(ledger: xr.Dataset) -> pa.Table:
+    """A row for all heads, for each layer (null head) and for each head; ``layer`` is an index into the model's layers.
+
+    Quantiles of beta, 1 - beta ||k||^2 and alpha over tokens and steps; shares of negative eigenvalues and of transitions
+    that rotate; the extremes of ||k||^2; mean active ranks, and the share whose numerical rank is below min(n_h, K); the
+    largest |rho / alpha - 1| of all transitions, and of those taken whole.
+    """
+    return pa.Table.from_pylist([place | _transitions(part) for place, part in _parts(ledger)])
+
+
+def _transitions(ledger: xr.Dataset) -> dict[str, int | float]:
+    found: dict[str, int | float] = {}
+    for quantity in EDGES:
+        levels = np.quantile(values(ledger, quantity), QUANTILES)
+        found |= {f"{quantity}_{100 * q:.0f}": float(x) for q, x in zip(QUANTILES, levels, strict=True)}
+    numerical, effective = active_ranks(ledger)
+    radius = radii(ledger)
+    return found | {
+        "transitions": len(radius),
+        "negative": float((values(ledger, "eigenvalue") < 0).mean()),
+        "rotating": float(rotates(ledger).mean()),
+        "key_norm2_smallest": float(ledger.key_norm2.min()),
+        "key_norm2_largest": float(ledger.key_norm2.max()),
+        "rank_numerical": float(numerical.mean()),
+        "rank_effective": float(effective.mean()),
+        "rank_deficient": float((numerical < ledger.sizes["active"]).mean()),
+        "defect": float(np.abs(radius - 1).max()),
+        "expanding": int((radius > 1 + numerical_tolerance(ledger.attrs["key_dim"])).sum()),
+        "whole_defect": float(ledger.whole_defect.max()),
+        "taken_whole": int(ledger.whole_count.sum()) * ledger.sizes["layer"] * ledger.sizes["head"],
+    }
+
+
+def window_rows(ledger: xr.Dataset) -> pa.Table:
+    """A row for each length of window that fits a document, of all heads, each layer and each head; means over windows.
+
+    ``frozen_bound`` is K - n_h times the length, or 0; ``frozen_numerical``, ``frozen_0.01`` and ``frozen_0.1`` are by
+    tolerance; overlaps and their chance are means over the pairs of windows that have such a subspace, null without any.
+    """
+    fits = ledger["count"].sum("document") > 0
+    lengths = [w for w in ledger.window.values if fits.sel(window=w)]
+    return pa.Table.from_pylist(
+        [place | _windows(part, int(w)) for w in lengths for place, part in _parts(ledger.sel(window=w))]
+    )
+
+
+def _windows(ledger: xr.Dataset, length: int) -> dict[str, int | float | None]:
+    count = ledger["count"].values
+    frozen = [_mean(ledger.frozen.isel(tolerance=i), count) for i in range(ledger.sizes["tolerance"])]
+    names = ["frozen_numerical", *(f"frozen_{t:g}" for t in ledger.tolerance.values[1:])]
+    found = {
+        "window": length,
+        "windows": int(count.sum()),
+        "documents": int((count > 0).sum()),
+        "frozen_bound": max(0, ledger.attrs["key_dim"] - ledger.attrs["num_householder"] * length),
+        **dict(zip(names, frozen, strict=True)),
+        "forgotten": _mean(ledger.forgotten, count),
+        "kept_smallest": float(ledger.kept_smallest.min()),
+        "kept_largest": float(ledger.kept_largest.max()),
+        "log_decay": _mean(ledger.log_decay, count),
+    }
+    for kind in ledger.kind.values:
+        for name, weight in (("overlap", "pairs"), ("chance", "pairs"), ("apart", "pairs_apart")):
+            pairs, x = (ledger[n].sel(kind=kind).values for n in (weight, name))
+            found[f"{kind}_{name}"] = float(np.sum(np.where(pairs, x, 0) * pairs) / pairs.sum()) if pairs.any() else None
+    return found
+
+
+def _mean(x: xr.DataArray, count: np.ndarray) -> float:
+    """Mean over windows, of all heads alike."""
+    by_document = x.values.reshape(len(count), -1).mean(axis=1)
+    return float(np.sum(np.where(count, by_document, 0) * count) / count.sum())
+
+
+def distributions(ledger: xr.Dataset) -> xr.Dataset:
+    """Histograms over (quantity, layer, head, bin) of beta, eigenvalue and alpha; the end bins hold what lies beyond."""
+    counts = np.zeros((len(EDGES), ledger.sizes["layer"], ledger.sizes["head"], 100), int)
+    for i, layer, head in np.ndindex(counts.shape[:3]):
+        quantity, edges = list(EDGES.items())[i]
+        x = values(ledger.isel(layer=layer, head=head), quantity)
+        counts[i, layer, head] = np.histogram(np.clip(x, edges[0], edges[-1]), edges)[0]
+    found = {
+        "histogram": (("quantity", "layer", "head", "bin"), counts),
+        "edges": (("quantity", "edge"), np.stack(list(EDGES.values()))),
+    }
+    words = {
+        "histogram": ("tokens and steps in the bin", "count"),
+        "edges": ("edges of the bins", "1"),
+        "quantity": ("quantity", "name"),
+    }
+    return labelled(xr.Dataset(found, {"quantity": list(EDGES), "layer": ledger.layer}), words)
+
+
+def _of_tokens(ledger: xr.Dataset, name: str) -> Float[np.ndarray, "N A"]:
+    """A value of each active direction, of the tokens of text."""
+    x = ledger[name].values.reshape(-1, ledger.sizes["active"]).astype(np.float64)
+    return x[~np.isnan(x[:, 0])]
+
+
+def _parts(ledger: xr.Dataset) -> Iterator[tuple[dict[str, int | None], xr.Dataset]]:
+    """All heads, those of each layer, and each one."""
+    yield {"layer": None, "head": None}, ledger
+    for layer, name in enumerate(ledger.layer.values):
+        yield {"layer": int(name), "head": None}, ledger.isel(layer=[layer])
+    for layer, name in enumerate(ledger.layer.values):
+        for head in range(ledger.sizes["head"]):
+            yield {"layer": int(name), "head": head}, ledger.isel(layer=[layer], head=[head])

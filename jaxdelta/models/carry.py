@@ -1,0 +1,142 @@
+"""All that crosses a boundary, and the only place that knows how it is stored.
+
+A run keeps it in two parts: the recurrent part is small and may be kept for every segment; key/value caches are only ever
+appended to, and are handed on.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxdelta.arguments import shown
+from jaxdelta.dims import State
+from jaxdelta.models.config import DecoderConfig
+from jaxdelta.nn.attention import AttentionCarry
+from jaxdelta.nn.mixer import LinearCarry
+
+
+class Carry(NamedTuple):
+    """All that crosses a boundary.
+
+    Attributes:
+        layers: of each layer in depth order its LinearCarry or AttentionCarry.
+        position: Int[B], tokens of text consumed by each row.
+    """
+
+    layers: tuple[LinearCarry | AttentionCarry, ...]
+    position: Array
+
+
+class Recurrent(NamedTuple):
+    """The part of a carry that may be kept for every segment.
+
+    Attributes:
+        S: Float[L B H K V], all linear layers.
+        tails: of each linear layer the conv tail, [B, W-1, E].
+        position: Int[B].
+    """
+
+    S: Array
+    tails: tuple[Array, ...]
+    position: Array
+
+
+Caches = tuple[AttentionCarry, ...]
+
+
+def states(carry: Carry) -> list[State]:
+    """S of each linear layer in depth order, [B, H, K, V], in the carry's own dtype.
+
+    Raises:
+        TypeError: ``carry`` is no Carry.
+        ValueError: a layer has no S.
+    """
+    if not isinstance(carry, Carry):
+        raise TypeError(f"carry is {shown(carry)}; expected a Carry, as init_carry and forward give it")
+    found = {i: layer.S for i, layer in enumerate(carry.layers) if isinstance(layer, LinearCarry)}
+    for i, S in found.items():
+        if not hasattr(S, "shape"):
+            raise ValueError(f"S of layer {i} of the carry is {shown(S)}; expected an array [B, H, K, V]")
+    return list(found.values())
+
+
+def with_states(carry: Carry, S: list[State] | tuple[State, ...]) -> Carry:
+    """``carry`` with other states, one for each linear layer, in the dtype of those they replace.
+
+    Raises:
+        TypeError: ``carry`` is no Carry, or S no arrays.
+        ValueError: the number of states, or a shape, does not fit, or a state is complex.
+    """
+    expected = [s.shape for s in states(carry)]
+    if not np.iterable(S) or not all(hasattr(s, "dtype") for s in S):
+        raise TypeError(f"S is {shown(S)}; expected a list of {len(expected)} arrays")
+    found = [s.shape for s in S]
+    if expected != found:
+        raise ValueError(f"states of shapes {found} do not fit a carry with {expected}")
+    if any(jnp.iscomplexobj(s) for s in S):
+        raise ValueError("a state is complex; expected real numbers")
+    remaining = iter(S)
+    layers = tuple(
+        layer._replace(S=next(remaining).astype(layer.S.dtype)) if isinstance(layer, LinearCarry) else layer
+        for layer in carry.layers
+    )
+    return carry._replace(layers=layers)
+
+
+def stacked(carry: Carry) -> Float[Array, "L B H K V"]:
+    """The states of all linear layers in one array."""
+    return jnp.stack(states(carry))
+
+
+def split(carry: Carry) -> tuple[Recurrent, Caches]:
+    """The recurrent part of a carry, and the key/value caches."""
+    tails = tuple(layer.tail for layer in carry.layers if isinstance(layer, LinearCarry))
+    caches = tuple(layer for layer in carry.layers if isinstance(layer, AttentionCarry))
+    return Recurrent(stacked(carry) if tails else jnp.zeros((0,)), tails, carry.position), caches
+
+
+def join(config: DecoderConfig, recurrent: Recurrent, caches: Caches) -> Carry:
+    """The carry of both parts."""
+    linear = iter([LinearCarry(S, tail) for S, tail in zip(recurrent.S, recurrent.tails, strict=True)])
+    attention = iter(caches)
+    layers = tuple(next(linear) if kind == "linear" else next(attention) for kind in config.layer_kinds)
+    return Carry(layers, recurrent.position)
+
+
+def room(carry: Carry) -> int | None:
+    """Places of the shortest key/value cache; None where there is no attention layer."""
+    return min((layer.keys.shape[1] for layer in carry.layers if isinstance(layer, AttentionCarry)), default=None)
+
+
+def check_carry(config: DecoderConfig, expected: Carry, carry: Any) -> None:
+    """Check that ``carry`` holds all that ``expected``, a model's for one text and one place, does; nothing of its values.
+
+    Raises:
+        TypeError: it is no Carry.
+        ValueError: a layer or an array is missing, or of another shape or dtype; names it.
+    """
+    if not isinstance(carry, Carry):
+        raise TypeError(f"carry is {shown(carry)}; expected a Carry, as init_carry and forward give it")
+    if not _is(carry.position, 1, jnp.int32):
+        raise ValueError(f"position of the carry is {shown(carry.position)}; expected int32 [B]")
+    if len(carry.layers) != len(expected.layers):
+        raise ValueError(f"the carry has {len(carry.layers)} layers, the model {len(expected.layers)}")
+    (B,) = carry.position.shape
+    for i, (kind, layer, wanted) in enumerate(zip(config.layer_kinds, carry.layers, expected.layers, strict=True)):
+        if not isinstance(layer, type(wanted)):
+            raise ValueError(f"layer {i} of the carry is {shown(layer)}; expected a {type(wanted).__name__}, it is {kind}")
+        for name, found, array in zip(wanted._fields, layer, wanted, strict=True):
+            free = isinstance(layer, AttentionCarry)  # how many places a cache has
+            places = np.shape(layer.keys)[1:2] if free else ()
+            shape = (B, *places, *array.shape[2:]) if free else (B, *array.shape[1:])
+            if not _is(found, len(array.shape), array.dtype) or found.shape != shape:
+                letters = f"[{B}, max_length, {', '.join(map(str, array.shape[2:]))}]" if free else list(shape)
+                raise ValueError(
+                    f"{name} of layer {i} ({kind}) of the carry is {shown(found)}; expected {array.dtype} {letters}"
+                )
+
+
+def _is(x: Any, axes: int, dtype) -> bool:
+    return getattr(x, "dtype", None) == dtype and len(x.shape) == axes

@@ -1,0 +1,67 @@
+"""The head of a model: losses and averages over the vocabulary, with logits of a block of words at a time.
+
+    l = log sum_y exp z_y - z_target,   z = W h
+
+``weight`` is W, Float[Y D], throughout; f32 hidden states multiply in f32, bf16 ones accumulate in f32.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxdelta.dims import HIGHEST, Tokens, accumulation_dtype, linear
+
+Weight: TypeAlias = Float[Array, "Y D"]
+LOGITS_AT_ONCE = 2**26  # entries of the largest block of logits, 256 MiB in f32
+WORDS_AT_ONCE = 8192  # in a block of logits; on a CPU a wider one leaves the caches and is a third slower
+
+
+def token_losses(weight: Weight, hidden: Float[Array, "B T D"], targets: Tokens) -> Float[Array, "B T"]:
+    """Nats of each target. Logits exist for a block of words at a time, at most LOGITS_AT_ONCE entries of them."""
+    return log_normalizer(weight, hidden) - chosen_logits(weight, hidden, targets)
+
+
+def chosen_logits(weight: Weight, hidden: Float[Array, "B T D"], words: Tokens) -> Float[Array, "B T"]:
+    """The logit of one word at each token."""
+    precision = HIGHEST if hidden.dtype != jnp.bfloat16 else None
+    wide = accumulation_dtype(hidden)
+    return jnp.einsum("btd,btd->bt", hidden, weight[words], preferred_element_type=wide, precision=precision)
+
+
+def log_normalizer(weight: Weight, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    """Log of the sum of the exponentials of all logits."""
+    B, T, D = hidden.shape
+    rows = hidden.reshape(B * T, D)
+
+    def add(sums, words):
+        """Log-sum-exp so far, as the largest logit and the sum relative to it."""
+        largest, total = sums
+        logits = linear(rows, words, dtype=largest.dtype)
+        new = jnp.maximum(largest, jnp.max(logits, axis=-1))
+        return new, total * jnp.exp(largest - new) + jnp.sum(jnp.exp(logits - new[:, None]), axis=-1)
+
+    wide = accumulation_dtype(hidden)
+    largest, total = over_words(weight, B * T, add, (jnp.full(B * T, -jnp.inf, wide), jnp.zeros(B * T, wide)))
+    return (largest + jnp.log(total)).reshape(B, T)
+
+
+def over_words(weight: Weight, rows: int, add: Callable[[Any, Array], Any], sums: Any) -> Any:
+    """Fold ``add(sums, rows of a block of words)`` over the head; logits of one block exist at once."""
+    block = _words_at_once(len(weight), rows)
+    whole = len(weight) // block * block
+
+    def step(sums, part):
+        return add(sums, part), None
+
+    parts = weight[:whole].reshape(-1, block, weight.shape[1])
+    sums, _ = jax.lax.scan(jax.checkpoint(step), sums, parts)
+    return add(sums, weight[whole:]) if whole < len(weight) else sums
+
+
+def _words_at_once(words: int, rows: int) -> int:
+    """Words of a block: a divisor of their number, where there is a good one, so that no block is cut off and copied."""
+    most = max(1, min(words, WORDS_AT_ONCE, LOGITS_AT_ONCE // rows))
+    return next((n for n in range(most, most // 4, -1) if words % n == 0), most)

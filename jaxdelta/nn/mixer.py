@@ -1,0 +1,110 @@
+"""How any mixer is called, and what every linear layer does around its projections.
+
+    q | k | v = heads(short_conv(project(x)));   beta, g = gates(x)
+    o, S = rule(q, k, v, g, beta);   y = W_out normed(o, x)
+
+A linear layer supplies ``project``, ``taps``, ``heads``, ``gates``, ``normed`` and ``out``; it writes n_h times a token.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from jaxdelta.dims import linear
+from jaxdelta.implementation import Implementation
+from jaxdelta.nn.sizes import LinearSizes
+from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
+from jaxdelta.ops.short_conv import short_conv
+
+
+def untouched(name: str, x: Array) -> Array:
+    """The tap that neither keeps nor changes an array."""
+    return x
+
+
+class Span(NamedTuple):
+    """What every mixer is told of the tokens that it is given.
+
+    Attributes:
+        positions: Int[B T], of the tokens in their texts.
+        length: Int[B], how many leading tokens of each row are text; None is all of them.
+        implementation: how it is computed.
+        tap: called with the name of an array and the array; what it returns takes the array's place.
+    """
+
+    positions: Array
+    length: Array | None = None
+    implementation: Implementation = Implementation()
+    tap: Callable[[str, Array], Array] = untouched
+
+    @property
+    def is_text(self) -> Bool[Array, "B T"] | None:
+        """Which tokens are text; None is all of them."""
+        T = self.positions.shape[1]
+        return None if self.length is None else jnp.arange(T)[None] < self.length[:, None]
+
+
+class LinearCarry(NamedTuple):
+    """What a linear layer hands to the next segment.
+
+    Attributes:
+        S: Float[B H K V], f32.
+        tail: Float[B W-1 E], the last inputs of the short convolution, in the dtype of the activations; no entries where
+            there is none.
+    """
+
+    S: Array
+    tail: Array
+
+
+class LinearMixer(nnx.Module):
+    """A linear layer of ``sizes``. Arrays that a tap is shown, in this order:
+
+    ==============  ==================  ================================================================
+    ``q``           Float[B T H K]      what the rule is given: heads repeated, q and k normalised
+    ``k``           Float[B P H K]
+    ``v``           Float[B P H V]
+    ``beta``        Float[B P H]        write strengths, before those of padding are set to zero
+    ``g``           Float[B T H]        log-decays, before those of padding are set to zero
+    ``o``           Float[B T H V]      what the rule gives
+    ``S``           Float[B H K V]      the state after the last token of text
+    ``head_output`` Float[B T H V]      of each head after its norm and gate
+    ``mixer_output`` Float[B T D]       added to the residual stream
+    ==============  ==================  ================================================================
+    """
+
+    NAMES = ("q", "k", "v", "beta", "g", "o", "S", "head_output", "mixer_output")
+    kind = "linear"
+    sizes: LinearSizes
+
+    def init_carry(self, batch: int, max_length: int, dtype) -> LinearCarry:
+        """The carry before the first token of ``batch`` texts of any length."""
+        c = self.sizes
+        return LinearCarry(
+            jnp.zeros((batch, c.num_value_heads, c.key_dim, c.value_dim), jnp.promote_types(dtype, jnp.float32)),
+            jnp.zeros((batch, c.conv_width - 1, c.conv_channels), dtype),
+        )
+
+    def __call__(
+        self, x: Float[Array, "B T D"], carry: LinearCarry, span: Span
+    ) -> tuple[Float[Array, "B T D"], LinearCarry]:
+        """Tokens of a segment. Padding neither writes nor decays: the carry given is that after the last token of text."""
+        tap, text, n = span.tap, span.is_text, self.sizes.num_householder
+        if text is not None:
+            x = jnp.where(text[..., None], x, 0)
+        qkv, tail = short_conv(self.project(x), self.taps(), tail=carry.tail, length=span.length)
+        q, k, v = (tap(name, a) for name, a in zip("qkv", self.heads(qkv), strict=True))
+        beta, g = (tap(name, a) for name, a in zip(("beta", "g"), self.gates(x), strict=True))
+        if text is not None:
+            beta, g = jnp.where(jnp.repeat(text, n, axis=1)[..., None], beta, 0), jnp.where(text[..., None], g, 0)
+        if x.shape[1] * n == 1:
+            o, S = gated_delta_product(q, k, v, g=g, beta=beta, num_householder=n, state=carry.S)
+        else:
+            size = span.implementation.chunk_size
+            o, S = gated_delta_product_chunked(q, k, v, g=g, beta=beta, num_householder=n, state=carry.S, chunk_size=size)
+        S = tap("S", S)
+        y = tap("head_output", self.normed(tap("o", o), x))
+        return tap("mixer_output", linear(y.reshape(*y.shape[:2], -1), self.out[...])), LinearCarry(S, tail)

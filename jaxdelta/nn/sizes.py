@@ -1,0 +1,86 @@
+"""Sizes of one layer, whatever model it stands in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class LinearSizes:
+    """Sizes and options of a linear layer.
+
+    Attributes:
+        width: D, the residual stream.
+        num_key_heads: key heads.
+        num_value_heads: H, a multiple of ``num_key_heads``.
+        key_dim: K.
+        value_dim: V.
+        conv_width: W, taps of the short convolution; 1 is none.
+        num_householder: n_h, writes a token.
+        norm_eps: eps of the norm of heads' outputs.
+        write_gate: whether beta is learned, else it is one.
+        forget_gate: whether the state decays.
+        negative_eigenvalues: whether beta reaches 2 rather than 1.
+        output_gate: activation of the output gate; None is no gate.
+        qk_activation: of queries and keys.
+        qk_norm: "l2", or "sum" for the sum of magnitudes.
+    """
+
+    width: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    num_householder: int = 1
+    norm_eps: float = 1e-6
+    write_gate: bool = True
+    forget_gate: bool = True
+    negative_eigenvalues: bool = False
+    output_gate: Literal["silu", "sigmoid"] | None = "silu"
+    qk_activation: Literal["silu", "relu", "elu", "identity"] = "silu"
+    qk_norm: Literal["l2", "sum"] = "l2"
+
+    @property
+    def conv_channels(self) -> int:
+        """E: queries, keys and values side by side."""
+        n = self.num_householder
+        return (1 + n) * self.num_key_heads * self.key_dim + n * self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of a plain attention layer.
+
+    Attributes:
+        num_query_heads: query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: key/value heads.
+        head_dim: of a head.
+        rope_theta: base of the rotation's frequencies.
+        window: tokens that a token reads, itself included; None is all before it.
+        rotary_dim: leading entries of a head that rotate with the position, even; None is all of them.
+        bias: whether queries, keys and values have a bias.
+
+    Raises:
+        ValueError: sizes that contradict one another.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 1e4
+    window: int | None = None
+    rotary_dim: int | None = None
+    bias: bool = False
+
+    def __post_init__(self):
+        if min(self.num_query_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_query_heads % self.num_kv_heads:
+            raise ValueError(f"{self}: query heads are no multiple of key/value heads, or a size is below 1")
+        if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
+            raise ValueError(f"{self.rotated} entries rotate; expected an even number up to head_dim = {self.head_dim}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}; expected at least 1 token")
+
+    @property
+    def rotated(self) -> int:
+        """Entries of a head that rotate."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim

@@ -1,0 +1,1 @@
+"""What runs leave: folders of finished parts, and the road over documents."""

@@ -1,0 +1,180 @@
+"""How much memory a segmented run needs, and how many rows of a batch fit."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxdelta.models import build
+from jaxdelta.models.config import DecoderConfig
+from jaxdelta.nn.attention import QUERY_BLOCK
+from jaxdelta.nn.head import LOGITS_AT_ONCE
+from jaxdelta.ops.delta_rule import CHUNK_SIZE
+
+SHARE = 0.7  # of the device's memory; the rest is for fragmentation and for what the estimate does not see
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """Bytes of a segmented run.
+
+    Attributes:
+        parameters: of the model.
+        row_carry: of one row's carry: conv tails, key/value cache, and the states, of which a cut holds three copies.
+        row_work: of one row's activations in a segment, at their peak.
+        logits: of the largest block of logits, whatever the batch.
+    """
+
+    parameters: int
+    row_carry: int
+    row_work: int
+    logits: int
+
+    def total(self, rows: int) -> int:
+        """Bytes of a run of ``rows`` rows."""
+        return self.parameters + self.logits + rows * (self.row_carry + self.row_work)
+
+
+def run_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: int) -> RunMemory:
+    """Estimate from the sizes of the arrays that are alive together; ``segment`` and ``max_length`` in tokens.
+
+    Raises:
+        ValueError: ``segment`` or ``max_length`` is below 1.
+    """
+    if segment < 1 or max_length < 1:
+        raise ValueError(f"segment = {segment} and max_length = {max_length}; expected at least 1 token each")
+    model = nnx.eval_shape(lambda: build(config, dtype=jnp.dtype(dtype)))
+    carry = jax.eval_shape(lambda: model.init_carry(1, max_length))
+    c, size = config, jnp.dtype(dtype).itemsize
+    states = len(c.linear_layers) * c.num_value_heads * c.key_dim * c.value_dim * 4
+    mlp = segment * (3 * c.mlp_width + 2 * c.width) * size
+    mixer = segment * (
+        2 * c.conv_channels * size + 4 * (c.conv_channels + 6 * CHUNK_SIZE * c.num_householder * c.num_value_heads)
+    )
+    attention = 8 * min(segment, QUERY_BLOCK) * c.num_query_heads * max_length if "attention" in c.layer_kinds else 0
+    return RunMemory(
+        parameters=_bytes(nnx.state(model)),
+        row_carry=_bytes(carry) + 2 * states,
+        row_work=max(mlp, mixer, attention),
+        logits=4 * max(LOGITS_AT_ONCE, c.vocab_size),
+    )
+
+
+def reverse_fits(config: DecoderConfig, *, dtype: str, segment: int, max_length: int, cotangents: int) -> bool:
+    """Whether reverse mode over one text must keep its boundaries' states in the host's memory to fit the device.
+
+    Raises:
+        MemoryError: it does not fit even so; says what is needed and which setting would fit.
+    """
+    limit = int(SHARE * device_memory())
+    kept, rest = reverse_memory(config, dtype=dtype, segment=segment, max_length=max_length, cotangents=cotangents)
+    if kept + rest <= limit:
+        return False
+    on_host = has_own_memory()
+    if on_host and rest <= limit:
+        return True
+
+    def needed(segment: int, length: int, cotangents: int) -> int:
+        parts = reverse_memory(config, dtype=dtype, segment=segment, max_length=length, cotangents=cotangents)
+        return parts[1] + (0 if on_host else parts[0])
+
+    for setting, size in (
+        ("samples = 0", needed(segment, max_length, 1)),
+        (f"segments of {segment // 2} tokens", needed(max(1, segment // 2), max_length, cotangents)),
+        (f"documents of {max_length // 2} tokens", needed(segment, max_length // 2, cotangents)),
+        (f"documents of {max_length // 2} tokens and samples = 0", needed(segment, max_length // 2, 1)),
+    ):
+        if size <= limit:
+            advice = f"{setting} would need {gib(size)}"
+            break
+    else:
+        advice = "take shorter documents, shorter segments or dtype bfloat16"
+    raise MemoryError(
+        f"reverse mode over {max_length:,} tokens needs about {gib(needed(segment, max_length, cotangents))}, "
+        f"{gib(limit)} may be used: {advice}"
+    )
+
+
+def reverse_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: int, cotangents: int) -> tuple[int, int]:
+    """Bytes of reverse mode over one text: of the boundaries' carries, and of everything else at its peak.
+
+    Everything else: parameters, key/value cache with the sum of its cotangents, one segment's activations, one layer's
+    cotangents, and blocks of logits. Does not depend on the number of segments but through the cache.
+    """
+    run = run_memory(config, dtype=dtype, segment=segment, max_length=max_length)
+    c, size = config, jnp.dtype(dtype).itemsize
+    H, K, V, C = c.num_value_heads, c.key_dim, c.value_dim, CHUNK_SIZE * c.num_householder
+    linear, attention = len(c.linear_layers), c.num_layers - len(c.linear_layers)
+    states = linear * H * K * V * 4
+    tails = linear * (c.conv_width - 1) * c.conv_channels * size
+    cache = run.row_carry - 3 * states - tails
+    stream = size * (6 * c.width + 4 * c.mlp_width)
+    mixer = size * (3 * c.conv_channels + 6 * H * V) + 4 * (
+        2 * c.conv_channels + 6 * H * (K + V) + 8 * H * C + H * K * V // 16
+    )
+    scores = 4 * c.num_query_heads * max_length if attention else 0  # of one query; five arrays of them live at once
+    # Cotangents are pulled back one after the other: one layer's work, and of each what it hands out.
+    pulled = 2 * (stream + mixer) + cotangents * 4 * (c.width * (linear + 2) + (c.num_householder + 1) * linear * H)
+    token = linear * (stream + mixer) + attention * (stream + size * 12 * c.width) + pulled
+    count = -(-max_length // segment)
+    kept = count * (states + tails)
+    wide_cache = cache * 4 // size
+    rest = (
+        run.parameters
+        + cache
+        + (1 + 2 * cotangents) * wide_cache
+        + segment * token
+        + min(segment, QUERY_BLOCK) * scores * 5
+    )
+    return kept, rest + 3 * run.logits + 3 * cotangents * states
+
+
+def rows_that_fit(memory: RunMemory, rows: int) -> int:
+    """Rows of a batch, at most ``rows``: as few batches as fit the device, of about equal size.
+
+    Raises:
+        MemoryError: not even one row fits; says how much it needs and how much there is.
+    """
+    limit = int(SHARE * device_memory())
+    each = memory.row_carry + memory.row_work
+    fit = (limit - memory.total(0)) // each
+    if fit < 1:
+        raise MemoryError(
+            f"a run of one row needs about {gib(memory.total(1))}, of which {gib(memory.parameters)} for the parameters; "
+            f"{gib(limit)} may be used. Take shorter documents, shorter segments or dtype bfloat16."
+        )
+    batches = -(-rows // int(fit))
+    return -(-rows // batches)
+
+
+def has_own_memory() -> bool:
+    """Whether the default device has memory of its own; a CPU's is the host's."""
+    return "bytes_limit" in _stats()
+
+
+def device_memory() -> int:
+    """Bytes of the default device; for a CPU those of the machine, or of the container where it has fewer."""
+    if has_own_memory():
+        return _stats()["bytes_limit"]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return machine
+
+
+def _stats() -> dict[str, int]:
+    return jax.devices()[0].memory_stats() or {}
+
+
+def gib(size: int) -> str:
+    """``size`` bytes for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def _bytes(tree) -> int:
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

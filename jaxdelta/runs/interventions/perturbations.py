@@ -1,0 +1,267 @@
+"""Perturbations of the carried states: scale, project, zero, filter, quantise, replace by noise, swap.
+
+Each is applied where and when it is told to; :class:`NoOp` is the control that only has the boundaries.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxdelta.arguments import shown, whole_number
+from jaxdelta.dims import HIGHEST, AnyArray, first
+from jaxdelta.models.carry import Carry, stacked, with_states
+from jaxdelta.ops.directions import scaled
+from jaxdelta.ops.soft_filter import soft_filter
+from jaxdelta.ops.spectra import singular_values
+
+
+class PerturbationMemory(NamedTuple):
+    """What a perturbation keeps.
+
+    Attributes:
+        index: Int[], of this boundary, 0 the first.
+        where: Bool[L B H].
+        at: Int[n], indices of boundaries; -1 is all.
+        own: what ``prepare`` and ``change`` keep.
+    """
+
+    index: Array
+    where: Array
+    at: Array
+    own: Any
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """A map of the states, applied to chosen heads at chosen boundaries.
+
+    Attributes:
+        where: Bool, broadcast over [B, L, H] (rows, linear layers in depth order, value heads).
+        at: the boundary, or several, in tokens seen; None is all.
+
+    Raises:
+        ValueError: from ``start``, for a boundary that the run does not have, or arrays that do not fit its states.
+        TypeError: from ``start``, for an ``at`` that is no whole number.
+    """
+
+    where: np.ndarray | bool = field(default=True, compare=False, kw_only=True)
+    at: int | Sequence[int] | None = field(default=None, compare=False, kw_only=True)
+
+    def start(self, carry: Carry, boundaries: Sequence[int] = ()) -> tuple["Perturbation", PerturbationMemory]:
+        S = stacked(carry)
+        chosen = np.asarray(self.where)
+        if chosen.dtype != bool:
+            raise TypeError(f"where is {shown(self.where)}; expected Bool [B, L, H], True for the heads to change")
+        where = by_head(chosen, S, bool)
+        at = jnp.asarray([-1] if self.at is None else indices(self.at, boundaries), jnp.int32)
+        return self, PerturbationMemory(jnp.zeros((), jnp.int32), where, at, self.prepare(S))
+
+    def __call__(self, carry: Carry, memory: PerturbationMemory) -> tuple[Carry, PerturbationMemory, None]:
+        S = stacked(carry)
+        here = jnp.any((memory.at == memory.index) | (memory.at < 0))
+        chosen = (memory.where & here)[..., None, None]
+        changed, own = self.change(S, memory.own, memory.index)
+        # What is kept of a head goes on only where the head was changed.
+        own = jax.tree.map(lambda new, old: old if new is old else jnp.where(chosen, new, old), own, memory.own)
+        S = jnp.where(chosen, changed, S)
+        return with_states(carry, list(S)), memory._replace(index=memory.index + 1, own=own), None
+
+    def prepare(self, S: Array) -> Any:
+        """What the perturbation keeps, from states [L, B, H, K, V] before the first boundary.
+
+        Here, and not in ``change``, fields declared ``compare=False`` are read. Raises ValueError where they do not fit.
+        """
+        return None
+
+    def change(self, S: Array, own: Any, index: Array) -> tuple[Array, Any]:
+        """The perturbed states, and what is kept for the next boundary: ``own`` itself, or new arrays [L, B, H, ...]."""
+        raise NotImplementedError
+
+
+def indices(at: int | Sequence[int], boundaries: Sequence[int]) -> list[int]:
+    """The index of each boundary of ``at``, which counts tokens seen.
+
+    Raises:
+        ValueError: the run has no such boundary.
+        TypeError: it is no whole number.
+    """
+    wanted = [operator.index(x) for x in (at if np.iterable(at) else [at])]
+    if not wanted:
+        raise ValueError("at is empty, and nothing would change; name boundaries in tokens seen, or take NoOp")
+    found = [int(x) for x in boundaries]
+    missing = [x for x in wanted if x not in found]
+    if missing:
+        run = f"{found[0]} to {found[-1]}, every {found[0]} tokens" if found else "none"
+        raise ValueError(
+            f"at is {wanted}, in tokens seen; the run has no boundary at {missing[0]}: its boundaries are {run}"
+        )
+    return [found.index(x) for x in wanted]
+
+
+def by_head(value: Any, S: Array, dtype) -> Array:
+    """An array over [B, L, H, ...] as [L, B, H, ...]; leading axes broadcast."""
+    L, B, H = S.shape[:3]
+    value = np.asarray(value, dtype)
+    rest = value.shape[3:] if value.ndim > 3 else ()
+    return jnp.asarray(np.moveaxis(np.broadcast_to(value, (B, L, H, *rest)), 0, 1))
+
+
+@dataclass(frozen=True)
+class NoOp(Perturbation):
+    """Nothing but the boundary: the control for the segment length."""
+
+    def change(self, S, own, index):
+        return S, own
+
+
+@dataclass(frozen=True)
+class Zero(Perturbation):
+    """Forget: the next segment starts from an empty state."""
+
+    def change(self, S, own, index):
+        return jnp.zeros_like(S), own
+
+
+@dataclass(frozen=True)
+class Scale(Perturbation):
+    """Multiply singular directions by ``factors``, broadcast over [B, L, H, directions], the largest sigma first.
+
+    Exact in the faint directions too. Derivatives take the directions as constants (frozen basis).
+    """
+
+    factors: AnyArray = field(compare=False)
+
+    def prepare(self, S):
+        directions = min(S.shape[-2:])
+        factors = np.asarray(self.factors, S.dtype)
+        if factors.ndim < 1 or factors.shape[-1] not in (1, directions):
+            raise ValueError(f"factors have shape {factors.shape}; expected [B, L, H, {directions}]")
+        L, B, H = S.shape[:3]
+        return jnp.asarray(np.moveaxis(np.broadcast_to(factors, (B, L, H, directions)), 0, 1))
+
+    def change(self, S, own, index):
+        return scaled(S, own), own
+
+
+@dataclass(frozen=True)
+class Project(Perturbation):
+    """Keep what lies in the span of given key directions: S <- Q Q^T S for orthonormal columns Q.
+
+    Attributes:
+        basis: Float[B L H K Q], with broadcast axes of size one.
+    """
+
+    basis: AnyArray = field(compare=False)
+
+    def prepare(self, S):
+        K = S.shape[3]
+        basis = np.asarray(self.basis, S.dtype)
+        if basis.ndim != 5 or basis.shape[3] != K:
+            raise ValueError(f"basis has shape {basis.shape}; expected [B, L, H, {K}, Q]")
+        error = np.abs(np.swapaxes(basis, -1, -2) @ basis - np.eye(basis.shape[-1])).max()
+        if error > 1e-4:
+            raise ValueError(f"columns of basis are not orthonormal: Q^T Q is off the identity by {error:.2g}")
+        return by_head(basis, S, S.dtype)
+
+    def change(self, S, own, index):
+        return jnp.einsum("...ki,...ji,...jv->...kv", own, own, S, precision=HIGHEST), own
+
+
+@dataclass(frozen=True)
+class Filter(Perturbation):
+    """The soft spectral filter, with ``tau`` > 0 broadcast over [B, L, H], in units of sigma^2."""
+
+    tau: AnyArray | float = field(compare=False)
+
+    def prepare(self, S):
+        if np.min(self.tau) <= 0:
+            raise ValueError(f"tau is {np.min(self.tau)}; expected above 0")
+        return by_head(self.tau, S, S.dtype)
+
+    def change(self, S, own, index):
+        return soft_filter(S, own), own
+
+
+@dataclass(frozen=True)
+class Noise(Perturbation):
+    """Replace each state by one of the same spectrum and Haar random singular vectors, drawn anew for world and boundary.
+
+    The control of a truncation: what a state of this size does when it means nothing.
+    """
+
+    seed: int = field(default=0, compare=False)
+
+    def prepare(self, S):
+        seed = whole_number("seed", self.seed)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed is {seed}; expected 0 to 2^32 - 1, of which jax's settings take the same bits")
+        return jax.random.key(seed, impl="threefry2x32")  # whatever jax's settings, the same noise
+
+    def change(self, S, own, index):
+        K, V = S.shape[-2:]
+        n = min(K, V)
+        sigma = singular_values(S)
+        # One factorization of both sides: several in one program can deadlock a CPU. Missing rows are zero.
+        with jax.threefry_partitionable(True):
+            gauss = jax.random.normal(jax.random.fold_in(own, index), (2, *S.shape[:-2], max(K, V), n), S.dtype)
+        rows = first(jnp.array([K, V]), max(K, V)).reshape(2, *(1,) * (S.ndim - 2), max(K, V), 1)
+        gauss, sigma = jax.lax.optimization_barrier((jnp.where(rows, gauss, 0), sigma))
+        Q, R = jnp.linalg.qr(gauss)
+        Q = Q * jnp.sign(jnp.diagonal(R, axis1=-2, axis2=-1))[..., None, :]
+        return jnp.einsum("...ki,...i,...vi->...kv", Q[0, ..., :K, :], sigma, Q[1, ..., :V, :], precision=HIGHEST), own
+
+
+@dataclass(frozen=True)
+class Quantise(Perturbation):
+    """Round each state to ``bits`` bits, symmetric about zero, with one scale a head: its largest entry.
+
+    With ``error_feedback`` what rounding took away is added back before the next rounding. Derivatives pass straight
+    through the rounding.
+    """
+
+    bits: int
+    error_feedback: bool = False
+
+    def prepare(self, S):
+        if not 2 <= self.bits <= 16:
+            raise ValueError(f"bits is {self.bits}; expected 2 to 16")
+        return jnp.zeros_like(S) if self.error_feedback else None
+
+    def change(self, S, own, index):
+        wanted = S if own is None else S + own
+        levels = 2.0 ** (self.bits - 1) - 1
+        largest = jnp.max(jnp.abs(wanted), axis=(-2, -1), keepdims=True)
+        step = jnp.where(largest > 0, largest, 1) / levels
+        rounded = jnp.round(wanted / step) * step
+        error = None if own is None else jax.lax.stop_gradient(wanted - rounded)
+        return wanted + jax.lax.stop_gradient(rounded - wanted), error
+
+
+@dataclass(frozen=True)
+class Swap(Perturbation):
+    """Take the states of another run.
+
+    Attributes:
+        states: Float[N-1 L B H K V], for each boundary, or one for all of them, with broadcast axes of size one. NaN where
+            there are several and the run has more boundaries, so that the run ends there with an error.
+    """
+
+    states: AnyArray = field(compare=False)
+
+    def prepare(self, S):
+        other = jnp.array(self.states, S.dtype)  # a copy: runs donate what they keep
+        try:
+            return jnp.broadcast_to(other, (other.shape[0], *S.shape))
+        except ValueError:
+            raise ValueError(f"states have shape {other.shape}; expected [N-1, {', '.join(map(str, S.shape))}]") from None
+
+    def change(self, S, own, index):
+        if len(own) == 1:
+            return own[0], own
+        return jnp.where(index < len(own), own[jnp.minimum(index, len(own) - 1)], jnp.nan), own

@@ -1,0 +1,80 @@
+"""The cut: at every boundary S <- U_r U_r^T S, with a rank for every row, linear layer and head."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from jaxdelta.dims import first
+from jaxdelta.models.carry import Carry, stacked, states, with_states
+from jaxdelta.ops import low_rank
+from jaxdelta.ops.directions import scaled
+
+
+class TruncateMemory(NamedTuple):
+    """``rank``: Int[L B H]; ``basis``: Float[L B H K Q], left singular vectors at the last boundary."""
+
+    rank: Array
+    basis: Array
+
+
+class TruncateRecord(NamedTuple):
+    """What one boundary did.
+
+    Attributes:
+        missed: Float[B], worst estimate over heads of the energy missed by the kept directions, over the energy kept.
+        rounds: Int[], rounds of subspace iteration; MAX_ROUNDS + 1 says that eigh took over.
+    """
+
+    missed: Array
+    rounds: Array
+
+
+@dataclass(frozen=True)
+class Truncate:
+    """Keep the leading singular directions of every state. Supports claims about what later segments read.
+
+    Attributes:
+        rank: directions kept, an int array broadcast over [B, L, H] (rows, linear layers in depth order, value heads);
+            min(K, V) leaves a head untouched. Ranks in the faint part of a spectrum: see the accuracy of each method there.
+        method: see :func:`jaxdelta.ops.low_rank.truncate`.
+        max_rank: static bound of ``rank``; None takes the largest rank below min(K, V).
+
+    Raises:
+        ValueError: from ``start``, for a rank out of bounds.
+    """
+
+    rank: np.ndarray | int = field(compare=False)
+    method: low_rank.Method | None = None
+    max_rank: int | None = None
+
+    def start(self, carry: Carry, boundaries: Sequence[int] = ()) -> tuple["Truncate", TruncateMemory]:
+        L, (B, H, K, V) = len(states(carry)), states(carry)[0].shape
+        max_rank = low_rank.largest_rank(self.rank, min(K, V)) if self.max_rank is None else self.max_rank
+        low_rank.check_ranks(self.rank, min(K, V), max_rank)
+        method = self.method or low_rank.choose_method(max_rank, min(K, V))
+        rank = np.moveaxis(np.broadcast_to(np.asarray(self.rank, np.int32), (B, L, H)), 0, 1)
+        basis = low_rank.initial_basis((L, B, H, K, V), max_rank, method, states(carry)[0].dtype)
+        basis = basis if method == "subspace" else basis[..., :0]  # the exact methods start from nothing
+        return replace(self, method=method, max_rank=max_rank), TruncateMemory(jnp.asarray(rank), basis)
+
+    def without_gap(self, carry: Carry, memory: TruncateMemory) -> Bool[Array, "L B H"]:
+        """Which states arriving at a boundary have no exact derivative of the cut: no gap after the last kept direction."""
+        S = stacked(carry)
+        return ~low_rank.has_gap(S, memory.rank) & (memory.rank < min(S.shape[-2:]))
+
+    def frozen(self, carry: Carry, memory: TruncateMemory) -> Carry:
+        """The cut, whose derivative takes the kept directions as constants."""
+        S = stacked(carry)
+        directions = min(S.shape[-2:])
+        cut = scaled(S, first(memory.rank, directions))
+        return with_states(carry, list(jnp.where((memory.rank == directions)[..., None, None], S, cut)))
+
+    def __call__(self, carry: Carry, memory: TruncateMemory) -> tuple[Carry, TruncateMemory, TruncateRecord]:
+        S = stacked(carry)  # one call: several batched LAPACK calls in one program can deadlock a CPU
+        cut = low_rank.truncation(S, memory.rank, method=self.method, max_rank=self.max_rank, basis=memory.basis)
+        record = TruncateRecord(jnp.max(cut.missed, axis=(0, 2)), cut.rounds)
+        return with_states(carry, list(cut.state)), TruncateMemory(memory.rank, cut.basis), record

@@ -1,0 +1,186 @@
+"""What watches a segment and what changes it: observers and edits of named arrays, inside of the compiled program.
+
+The names are those of :class:`~jaxdelta.models.decoder.DecoderLayer` and of its mixers (``beta``, ``head_output`` ...), in
+every layer that has them. An edit replaces an array where it arises, so everything after it follows; an observer sees the
+arrays as edited, and gives those to keep, reduced on the device. What nobody asks for is not computed.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxdelta.dims import AnyArray
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.nn.head import token_losses
+
+Change = Callable[[Array, Any, Array], Array]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace a named array: x <- ``change(x, values, positions)``, with Int[B T] positions of the tokens in their texts.
+
+    ``change`` and ``layer`` shape the compiled program; ``values`` are handed to it, so edits that differ in them alone
+    share one. Take a function of a module as ``change``: a lambda is another one each time it is made.
+
+    Attributes:
+        name: of the array.
+        change: the array that takes its place, of the same shape and dtype.
+        layer: of the model; None is every layer that has the array.
+        values: arrays that ``change`` is given.
+    """
+
+    name: str
+    change: Change
+    layer: int | None = None
+    values: Any = field(default=None, compare=False)
+
+
+def added(x: Array, values: Any, positions: Array) -> Array:
+    """x + values."""
+    return x + values.astype(x.dtype)
+
+
+def multiplied(x: Array, values: Any, positions: Array) -> Array:
+    """x * values."""
+    return x * values.astype(x.dtype)
+
+
+def substituted(x: Array, values: Any, positions: Array) -> Array:
+    """``values``, broadcast."""
+    return jnp.broadcast_to(values, x.shape).astype(x.dtype)
+
+
+def added_at(x: Array, values: tuple[Any, Any], positions: Array) -> Array:
+    """x + amount at one token, for ``values`` = (its index in the text, amount); for arrays [B, T or P, ...]."""
+    token, amount = values
+    here = jnp.repeat(positions == token, x.shape[1] // positions.shape[1], axis=1)
+    return x + jnp.where(here.reshape(*here.shape, *(1,) * (x.ndim - 2)), jnp.asarray(amount, x.dtype), 0)
+
+
+class Seen:
+    """What an observer is shown of a segment.
+
+    Attributes:
+        model: around traced parameters.
+        tokens, targets: Int[B T], and what follows each.
+        length: Int[B], how many leading tokens of each row are text; None is all of them.
+        hidden: Float[B T D] after the final norm.
+        arrays: of each name, by layer.
+    """
+
+    def __init__(self, model: Decoder, tokens: AnyArray, targets: AnyArray, length: AnyArray | None):
+        self.model, self.tokens, self.targets, self.length = model, tokens, targets, length
+        self.hidden: Array
+        self.arrays: dict[str, dict[int, Array]] = {}
+
+    def stacked(self, name: str, layers: Sequence[int] | None = None) -> Array:
+        """An array of chosen layers along a new first axis; of all that have it, in depth order, where None."""
+        found = self.arrays[name]
+        return jnp.stack([found[layer] for layer in (sorted(found) if layers is None else layers)])
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """What is kept of a segment. Hashable, since it shapes the compiled program: a frozen dataclass is.
+
+    Attributes:
+        names: of the arrays that it asks for.
+    """
+
+    names: Sequence[str]
+
+    def __call__(self, seen: Seen) -> Any:
+        """The arrays to keep."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """Nats of what follows each token, Float[B T]."""
+
+    names = ()
+
+    def __call__(self, seen: Seen) -> Float[Array, "B T"]:
+        return token_losses(seen.model.head_weight, seen.hidden, seen.targets)
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """After the final norm, Float[B T D]."""
+
+    names = ()
+
+    def __call__(self, seen: Seen) -> Float[Array, "B T D"]:
+        return seen.hidden
+
+
+@dataclass(frozen=True)
+class Named:
+    """Arrays as they are, stacked in depth order.
+
+    Attributes:
+        names: of the arrays.
+        layers: of the model; None is all that have the array.
+    """
+
+    names: tuple[str, ...]
+    layers: tuple[int, ...] | None = None
+
+    def __call__(self, seen: Seen) -> dict[str, Array]:
+        return {name: seen.stacked(name, self.layers) for name in self.names}
+
+
+class Taps:
+    """The tap of one pass: applies edits, and keeps what observers ask for."""
+
+    def __init__(self, seen: Seen, edits: Sequence[Edit], values: Sequence[Any], positions: Array, wanted: Iterable[str]):
+        self.seen, self.edits, self.values, self.positions = seen, edits, values, positions
+        self.wanted = set(wanted)
+
+    def __call__(self, name: str, layer: int, x: Array) -> Array:
+        for edit, values in zip(self.edits, self.values, strict=True):
+            if edit.name == name and edit.layer in (None, layer):
+                edited = edit.change(x, values, self.positions)
+                if edited.shape != x.shape or edited.dtype != x.dtype:
+                    raise ValueError(
+                        f"the edit of {name} in layer {layer} gives {edited.dtype}{list(edited.shape)}; "
+                        f"expected {x.dtype}{list(x.shape)}"
+                    )
+                x = edited
+        if name in self.wanted:
+            self.seen.arrays.setdefault(name, {})[layer] = x
+        return x
+
+
+def check_names(model: Decoder, edits: Sequence[Edit], observers: Sequence[Observer]) -> None:
+    """Check that every edit and observer names arrays that the model has.
+
+    Raises:
+        TypeError: it is no edit or no observer.
+        ValueError: no layer, or not the layer asked for, has the array.
+    """
+    has = {layer: set(model.names(layer)) for layer in range(model.config.num_layers)}
+    known = sorted(set().union(*has.values()))
+    for edit in edits:
+        if not isinstance(edit, Edit):
+            raise TypeError(f"{edit!r} is no Edit")
+        if edit.layer is not None and edit.layer not in has:
+            raise ValueError(f"layer {edit.layer} of an edit: the model has layers 0 to {len(has) - 1}")
+        if edit.name not in (known if edit.layer is None else has[edit.layer]):
+            where = "no layer" if edit.layer is None else f"layer {edit.layer}, {model.config.layer_kinds[edit.layer]}, not"
+            raise ValueError(f"an edit names {edit.name!r}, which {where} has; known are {', '.join(known)}")
+    for observer in observers:
+        if isinstance(observer, type) or not isinstance(observer, Observer):
+            raise TypeError(f"{observer!r} is no observer: it has no names, or cannot be called")
+        unknown = [name for name in observer.names if name not in known]
+        if unknown:
+            raise ValueError(f"an observer asks for {unknown[0]!r}, which no layer has; known are {', '.join(known)}")
+
+
+def split_edits(edits: Sequence[Edit]) -> tuple[tuple[Edit, ...], tuple[Any, ...]]:
+    """What of edits shapes a program, and the values that it is handed."""
+    return tuple(replace(edit, values=None) for edit in edits), tuple(edit.values for edit in edits)

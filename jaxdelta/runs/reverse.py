@@ -1,0 +1,326 @@
+"""Reverse mode over a segmented run: one segment's activations and the carries of all boundaries, never a document's.
+
+Forward, the recurrent carry (S, conv tails, position) at the start of every segment is kept, and one key/value cache, which
+is only ever appended to: the finished cache serves every segment, since what lies beyond a segment is masked by causality.
+Backward, each segment is run again from its carry and pulled back, the last first; several cotangents (the loss, and its
+Fisher samples) share that run. A ``scan`` over segments would keep a copy of the cache a step.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from jaxdelta.dims import first
+from jaxdelta.models.carry import Caches, Carry, Recurrent, join, split, stacked, with_states
+from jaxdelta.models.config import DecoderConfig
+from jaxdelta.models.decoder import Decoder
+from jaxdelta.runs.interventions import Intervention, started
+from jaxdelta.runs.observers import Edit, HiddenStates, Named, added, multiplied, split_edits
+from jaxdelta.runs.segments import (
+    REMEDY,
+    NonFiniteError,
+    Part,
+    Program,
+    Start,
+    Text,
+    advance,
+    check_segment,
+    init_carry,
+    iterate,
+    rebuilt,
+)
+
+
+class Tape(NamedTuple):
+    """A recorded run.
+
+    Attributes:
+        config: of the model.
+        text: that was run.
+        starts: one for each segment.
+        caches: of each attention layer the key/value cache of all segments but the last.
+        intervention: with all that shapes the compiled program settled; None where there is none.
+        edits: of every segment.
+    """
+
+    config: DecoderConfig
+    text: Text
+    starts: list[Start]
+    caches: Caches
+    intervention: Intervention | None
+    edits: tuple[Edit, ...]
+
+    def segment_at(self, boundary: int) -> int:
+        """The segment that begins at a boundary, given in tokens seen (0: the text's own start).
+
+        Raises:
+            ValueError: the text has no boundary there.
+        """
+        size, count = self.text.segment, self.text.count
+        index, rest = divmod(boundary, size)
+        if rest or not 0 <= index < count:
+            found = f"every {size} tokens to {size * (count - 1)}"
+            raise ValueError(f"boundary is {boundary}, in tokens seen; the text has boundaries {found}")
+        return index
+
+    def arriving(self, index: int) -> Carry:
+        """The carry that arrives at the boundary before a segment, where there is an intervention."""
+        start = self.starts[index]
+        return with_states(join(self.config, start.recurrent, self.caches), list(start.arriving))
+
+    def states_at(self, boundary: int) -> Float[Array, "L B H K V"]:
+        """The states that the segment after a boundary reads; ValueError where the text has none there."""
+        return jnp.asarray(self.starts[self.segment_at(boundary)].recurrent.S)
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A function of the final hidden states of a segment; hashable, since it shapes the compiled program."""
+
+    def __call__(
+        self, model: Decoder, hidden: Float[Array, "B T D"], inputs: Any
+    ) -> tuple[Float[Array, "B T"], Float[Array, "R B T D"]]:
+        """A value for each token, and R cotangents of ``hidden``."""
+        ...
+
+
+class Pulled(NamedTuple):
+    """Derivatives of R objectives in one segment; leaves have a leading R.
+
+    Attributes:
+        index: of the segment.
+        values: Float[B T] of the objective.
+        state: Float[R L B H K V], with respect to the S that the segment reads.
+        beta: Float[R L B P H].
+        g: Float[R L B T H].
+        output: Float[R L B H], with respect to a factor on each head's output in this segment.
+        residual: Float[L B T D], of the first objective with respect to what each linear layer adds to the residual stream.
+        inputs: Float[L B T D], what each linear layer reads.
+    """
+
+    index: int
+    values: Array
+    state: Array
+    beta: Array
+    g: Array
+    output: Array
+    residual: Array
+    inputs: Array
+
+
+class Cotangents(NamedTuple):
+    """Derivatives with respect to what a segment hands on beside its states; leaves have a leading R.
+
+    Attributes:
+        tails: of each linear layer.
+        caches: of each attention layer, in f32 or wider.
+    """
+
+    tails: tuple[Array, ...]
+    caches: Any
+
+
+def record(
+    model: Decoder,
+    text: Text,
+    carry: Carry | None = None,
+    *,
+    intervention: Intervention | None = None,
+    edits: Sequence[Edit] = (),
+    max_length: int | None = None,
+    on_host: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tape:
+    """Run a text and keep what reverse mode needs; arguments as of :func:`jaxdelta.runs.segments.iterate`.
+
+    ``on_host`` moves the kept states to the host's memory. Texts of one ``max_length`` share a compiled program.
+
+    Raises:
+        NonFiniteError: a NaN or an infinity in a state, with its layer, head and segment.
+    """
+    if carry is None:
+        carry = init_carry(model, len(text.lengths), max(max_length or 0, text.count * text.segment))
+    if intervention is not None:  # settled here, so that the loop and the way back share its program
+        intervention = started(intervention, carry, text.boundaries)
+    starts = []
+    for step in iterate(model, text, carry, intervention=intervention, edits=edits, last=False, progress=progress):
+        starts.append(jax.device_get(step.start) if on_host else step.start)
+        carry = step.carry
+    settled = None if intervention is None else intervention.intervention
+    return Tape(model.config, text, starts, split(carry)[1], settled, tuple(edits))
+
+
+def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> tuple[Text, Carry]:
+    """The rest of a recorded text from the start of segment ``index``, in X worlds whose states there are ``S``.
+
+    The finished cache serves every world: what lies beyond a segment is masked, and worlds write their own places anew.
+
+    Raises:
+        ValueError: the tape holds several texts, or an intervention, whose memory at that boundary is one world's.
+    """
+    text = tape.text
+    if len(text.lengths) != 1 or tape.intervention is not None:
+        raise ValueError("worlds branch off from one text without an intervention")
+    worlds, at, begin = S.shape[1], tape.starts[index].recurrent, index * text.segment
+
+    def repeated(x):
+        return jnp.repeat(jnp.asarray(x), worlds, axis=0)
+
+    recurrent = Recurrent(S, tuple(repeated(t) for t in at.tails), repeated(at.position))
+    rest = Text(np.repeat(text.tokens[:, begin:], worlds, axis=0), np.repeat(text.lengths - begin, worlds), text.segment)
+    return rest, join(tape.config, recurrent, jax.tree.map(repeated, tape.caches))
+
+
+def pull_back(
+    model: Decoder,
+    tape: Tape,
+    objective: Objective,
+    inputs: Callable[[int], Any],
+    *,
+    cotangents: int,
+    frozen_basis: bool = False,
+) -> Iterator[Pulled]:
+    """Derivatives of R = ``cotangents`` sums over tokens, segment by segment, the last first.
+
+    ``inputs(index)`` gives the arrays that ``objective`` takes in that segment. ``frozen_basis`` takes the directions that
+    a truncation keeps as constants, which leaves out how they turn.
+
+    Raises:
+        ValueError: the intervention changes more of the carry than the states, through which alone derivatives go.
+        NonFiniteError: a NaN or an infinity in a derivative, with its layer, head and boundary.
+    """
+    config, params = model.config, nnx.state(model)
+    program, probes = _program(model, tape)
+    own = split_edits(tape.edits)[1]
+    state, into = _no_cotangents(tape, cotangents)
+    for index in reversed(range(tape.text.count)):
+        start, part = tape.starts[index], tape.text.part(index)
+        found, finite, state, into, pulled = _pull_segment(
+            program, objective, params, start.recurrent, tape.caches, part, own, probes, inputs(index), state, into
+        )
+        check_segment(config, tape.text, index, np.asarray(finite[0]), finite[1])
+        _check_derivative(config, np.asarray(jnp.isfinite(state).all(axis=(0, -2, -1))), index * tape.text.segment)
+        yield Pulled(index, *found[:1], state, *pulled, found[1])
+        if start.arriving is not None:
+            state = _pull_cut(tape.intervention, config, start, tape.caches, state, frozen_basis)
+
+
+def _no_cotangents(tape: Tape, R: int) -> tuple[Array, Cotangents]:
+    """Of the end of a text."""
+    like = tape.starts[0].recurrent
+    state = jnp.zeros((R, *like.S.shape), like.S.dtype)
+    tails = tuple(jnp.zeros((R, *t.shape), t.dtype) for t in like.tails)
+    return state, Cotangents(tails, jax.tree.map(lambda c: jnp.zeros((R, *c.shape), like.S.dtype), tape.caches))
+
+
+def _program(model: Decoder, tape: Tape) -> tuple[Program, tuple[Array, ...]]:
+    """The recorded program with probes beside its edits: edits that change nothing, with respect to whose values
+    derivatives are taken, of beta, g, heads and outputs."""
+    B, T, wide = len(tape.text.lengths), tape.text.segment, jnp.promote_types(model.dtype, jnp.float32)
+    edits, values = [], []
+    for layer in model.config.linear_layers:
+        H, n = model.config.num_value_heads, model.config.num_householder
+        edits += [
+            Edit("beta", added, layer),
+            Edit("g", added, layer),
+            Edit("head_output", multiplied, layer),  # after its norm, which would cancel the factor
+            Edit("mixer_output", added, layer),
+        ]
+        gates = (jnp.zeros((B, T * steps, H), wide) for steps in (n, 1))
+        values += [*gates, jnp.ones((B, 1, H, 1), wide), jnp.zeros((B, T, model.config.width), wide)]
+    observers = HiddenStates(), Named(("mixer_input",), model.config.linear_layers)
+    edits = *split_edits(tape.edits)[0], *edits
+    return Program(model.config, model.implementation, observers, edits), tuple(values)
+
+
+def _check_derivative(config: DecoderConfig, finite: Bool[np.ndarray, "L B H"], boundary: int) -> None:
+    """Raise NonFiniteError where an entry of ``finite`` is False; ``boundary`` in tokens seen."""
+    if not finite.all():
+        layer, row, head = (int(i[0]) for i in np.nonzero(~finite))
+        where = f"after {boundary} tokens" if boundary else "at the start of the text"
+        raise NonFiniteError(
+            f"NaN or infinity in the derivative of layer {config.linear_layers[layer]}, head {head}, {where}, "
+            f"in row {row}; {REMEDY}",
+            row,
+        )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 5))
+def _pull_cut(intervention, config, start: Start, caches: Caches, state: Array, frozen_basis: bool):
+    carry = join(config, start.recurrent, caches)
+
+    def cut(S):
+        before = with_states(carry, list(S))
+        change = intervention.frozen if frozen_basis else lambda *x: intervention(*x)[0]
+        after = change(before, start.memory)
+        kept = [a is b for a, b in zip(_but_states(before), _but_states(after), strict=True)]
+        if not all(kept):
+            raise ValueError(
+                f"{type(intervention).__name__} changes more of the carry than the states, through which derivatives go"
+            )
+        return stacked(after)
+
+    return jax.vmap(jax.vjp(cut, start.arriving)[1])(state)[0]
+
+
+def _but_states(carry: Carry) -> list[Array]:
+    recurrent, caches = split(carry)
+    return jax.tree.leaves((recurrent.tails, recurrent.position, caches))
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=10)
+def _pull_segment(
+    program: Program,
+    objective: Objective,
+    params: Any,
+    recurrent: Recurrent,
+    caches: Caches,
+    part: Part,
+    own: tuple[Any, ...],
+    probes: tuple[Array, ...],
+    inputs: Any,
+    state: Array,
+    into: Cotangents,
+):
+    """Values and what layers read; finiteness and states; cotangents of what the segment reads; and those of the probes."""
+    model = rebuilt(program.config, program.implementation, params)
+    T = part.tokens.shape[1]
+    begin = jnp.max(recurrent.position)  # of every row whose text goes on
+    is_text = first(part.length, T)
+
+    def written(cache: Array) -> Array:
+        """The places that this segment wrote."""
+        return jax.lax.dynamic_slice_in_dim(cache, begin, T, axis=1)
+
+    def run(S, tails, caches, probes):
+        before = Recurrent(S, tails, recurrent.position)
+        (hidden, seen), after, caches, finite = advance(program, params, before, caches, part, (*own, *probes))
+        return (hidden, after.S, after.tails, jax.tree.map(written, caches)), (seen["mixer_input"], finite)
+
+    (hidden, S, *_), pull, (read, finite) = jax.vjp(run, recurrent.S, recurrent.tails, caches, probes, has_aux=True)
+    values, into_hidden = objective(model, hidden, inputs)
+
+    def pulled(into_hidden, state, into: Cotangents):
+        # Later segments' reads of what this one wrote; what it reads of earlier places is added, in f32 or wider.
+        into_written = jax.tree.map(
+            lambda total, cache: jnp.where(is_text[..., None, None], written(total), 0).astype(cache.dtype),
+            into.caches,
+            caches,
+        )
+        state, tails, of_caches, of_probes = pull((into_hidden.astype(hidden.dtype), state, into.tails, into_written))
+        sums = jax.tree.map(lambda total, new: total + new.astype(total.dtype), into.caches, of_caches)
+        beta, g, output, residual = (jnp.stack(of_probes[i::4]) for i in range(4))
+        return state, Cotangents(tails, sums), (beta, g, output[:, :, 0, :, 0], residual)
+
+    if len(into_hidden) == 1:  # a loop of one turn costs a tenth more
+        one = pulled(*jax.tree.map(lambda x: x[0], (into_hidden, state, into)))
+        state, into, (*gates, residual) = jax.tree.map(lambda x: x[None], one)
+    else:
+        state, into, (*gates, residual) = jax.lax.map(lambda one: pulled(*one), (into_hidden, state, into))
+    return (values, read), (finite, S), state, into, (*gates, residual[0])
