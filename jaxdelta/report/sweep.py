@@ -85,7 +85,7 @@ def map_figure(rows: pa.Table) -> Figure:
     found = {s.world[:]: s.difference for s in cut}
     limit = max((abs(x) for x in found.values()), default=0.0) or 1.0
     width = max(1.6, 0.3 * len(heads) + 1)
-    figure = Figure(figsize=(1.2 + width * len(ranks), 1.4 + 0.28 * len(layers)), layout="constrained")
+    figure = Figure(figsize=(1.2 + width * len(ranks), max(3.2, 1.4 + 0.28 * len(layers))), layout="constrained")
     panels = figure.subplots(1, len(ranks), squeeze=False, sharey=True)[0]
     for axes, rank in zip(panels, ranks, strict=True):
         values = [[found.get((rank, layer, head), np.nan) for head in heads] for layer in layers]
@@ -95,7 +95,7 @@ def map_figure(rows: pa.Table) -> Figure:
         axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize=7)
         axes.set_xlabel("head")
     panels[0].set_ylabel("layer")
-    figure.colorbar(image, ax=list(panels), label="loss above the untouched model (nats a token)")
+    figure.colorbar(image, ax=list(panels), label="loss above untouched (nats a token)")
     return figure
 
 

@@ -503,6 +503,33 @@ def test_an_unknown_scope_or_method_is_refused_and_writes_nothing(tmp_path, chan
 SEGMENT = 16
 
 
+@pytest.mark.parametrize(("scope", "places"), [("layer", [(0, None)]), ("head", [(0, 0), (0, 4)])])
+def test_a_narrower_sweep_is_drawn_by_layer_and_head(tmp_path, scope, places):
+    heads = None if scope == "layer" else (4, 0)
+    rows = sweep(net(), [A], ranks=(1,), segment=SEGMENT, scope=scope, layers=(0,), heads=heads)
+    assert columns(rows, "layer", "head") == [(None, None), *places]
+    (axes, _) = report.map_figure(rows).axes
+    drawn = np.asarray(axes.images[0].get_array())[0]
+    np.testing.assert_allclose(drawn, [one.difference for one in summarize(rows)[1:]])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["all" if h is None else str(h) for _, h in places]
+    assert [file.name for file in report.write_figures(rows, tmp_path)] == ["loss_by_place.png", "loss_by_place.svg"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(scope="all", layers=(1,)),
+        dict(scope="layer", heads=(0,)),
+        dict(scope="head", heads=(6,)),
+        dict(scope="layer", layers=(9,)),
+    ],
+    ids=str,
+)
+def test_layers_and_heads_that_a_scope_does_not_go_through_are_refused(options):
+    with pytest.raises(ValueError, match=r"layers|heads"):
+        sweep(net(), [A], ranks=(1,), segment=SEGMENT, **options)
+
+
 def test_documents_without_a_boundary_are_counted_apart():
     """Nine short texts beside a long one: the rise is the long one's, and the table says what was left out."""
     texts = tokens(50, *[SEGMENT] * 5, *[SEGMENT + 1] * 4)
