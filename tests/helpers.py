@@ -8,10 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdelta.models.carry import split
 from jaxdelta.nn.mixer import Span
-from jaxdelta.runs.observers import TokenLosses
-from jaxdelta.runs.segments import Part, Program
 
 # Relative Frobenius errors that ops must meet, by dtype.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
@@ -160,14 +157,6 @@ def mix(layer: nnx.Module, x, carry, positions=None, length=None):
 @partial(jax.jit, static_argnums=0)
 def _mix(graphdef, state, x, carry, positions, length):
     return nnx.merge(graphdef, state)(x, carry, Span(positions, length))
-
-
-def segment_arguments(model, rows: int, segment: int, room: int) -> tuple:
-    """Abstract arguments of the compiled segment of a run that keeps its losses."""
-    program = Program(model.config, model.implementation, (TokenLosses(),), ())
-    recurrent, caches = jax.eval_shape(lambda: split(model.init_carry(rows, room)))
-    ids, length = jax.ShapeDtypeStruct((rows, segment), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
-    return program, nnx.state(model), recurrent, caches, Part(ids, ids, length), ()
 
 
 def silu(x) -> np.ndarray:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdelta as jd
+from jaxdelta.implementation import implementation_here
 
 STEPS = (1, 2, 3)
 
@@ -47,8 +48,10 @@ def main() -> None:
     sizes = dict(tokens=arguments.tokens, heads=arguments.heads, key_dim=arguments.key_dim)
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, float32, {sizes}")
 
+    chunk_size = implementation_here().chunk_size
+
     def rule(n, x):
-        return jd.gated_delta_product_chunked(**x, num_householder=n)
+        return jd.gated_delta_product_chunked(**x, num_householder=n, chunk_size=chunk_size)
 
     def gradients(n, x):
         return jax.grad(lambda x: sum(jnp.sum(y**2) for y in rule(n, x)))(x)

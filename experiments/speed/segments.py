@@ -57,7 +57,9 @@ def compare(folder: Path, segments: int, segment: int, python: str) -> None:
 
     import jaxdelta as jd
     from experiments.speed.full_size import checkpoint
-    from jaxdelta.runs.segments import _segment
+    from jaxdelta.models.carry import split
+    from jaxdelta.runs.observers import TokenLosses
+    from jaxdelta.runs.segments import Part, Program, _segment
 
     checkpoint(folder)
     reference = subprocess.Popen(
@@ -69,14 +71,14 @@ def compare(folder: Path, segments: int, segment: int, python: str) -> None:
     print(f"loaded in {time.perf_counter() - begun:.1f} s; jax {jax.__version__}, {versions}, {os.cpu_count()} cores")
 
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, segment * segments + 1), dtype=np.int32)
-    carry, params = jd.init_carry(model, 1, segment * segments), nnx.state(model)
+    program, params = Program(model.config, model.implementation, (TokenLosses(),), ()), nnx.state(model)
+    recurrent, caches = split(jd.init_carry(model, 1, segment * segments))
     ours, theirs, worst = [], [], 0.0
     for i in range(segments):
         here = tokens[:, i * segment : (i + 1) * segment + 1]
         begun = time.perf_counter()
-        found, carry, _ = jax.block_until_ready(
-            _segment(model.config, params, carry, here[:, :-1], here[:, 1:], np.array([segment]))
-        )
+        part = Part(here[:, :-1], here[:, 1:], np.array([segment]))
+        (found,), recurrent, caches, _ = jax.block_until_ready(_segment(program, params, recurrent, caches, part, ()))
         ours.append(time.perf_counter() - begun)
         reference.stdin.write(json.dumps(here[0].tolist()) + "\n")
         reference.stdin.flush()

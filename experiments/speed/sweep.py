@@ -13,13 +13,12 @@ import time
 
 import jax
 import numpy as np
-from flax import nnx
 
 from experiments.speed.full_size import random_model
 from jaxdelta.ops.low_rank import largest_rank
 from jaxdelta.runs import capacity as memory
 from jaxdelta.runs.interventions import Truncate
-from jaxdelta.runs.segments import _segment, init_carry, run
+from jaxdelta.runs.segments import _segment, run, segment_arguments
 
 
 def main() -> None:
@@ -43,10 +42,8 @@ def main() -> None:
     tokens = np.repeat(documents, len(ranks), axis=0)
     rank = np.tile(ranks, arguments.documents)[:, None, None]
     cuts = [slice(i, min(i + batch, rows)) for i in range(0, rows, batch)]
-    here, length = tokens[:batch, : arguments.segment], np.full(batch, arguments.segment, np.int32)
-    carry = init_carry(model, batch, arguments.length)
     begun = time.perf_counter()
-    _segment.lower(model.config, nnx.state(model), carry, here, here, length).compile()
+    _segment.lower(*segment_arguments(model, batch, arguments.segment, arguments.length)).compile()
     print(f"segment function compiled in {time.perf_counter() - begun:.1f} s", flush=True)
     for repeat in range(arguments.repeats + 1):
         begun = time.perf_counter()

@@ -46,7 +46,6 @@ class AttentionMixer(nnx.Module):
     """
 
     NAMES = ("q", "k", "v", "head_output", "mixer_output")
-    kind = "attention"
     sizes: AttentionSizes
 
     def init_carry(self, batch: int, max_length: int, dtype) -> AttentionCarry:

@@ -77,7 +77,6 @@ class LinearMixer(nnx.Module):
     """
 
     NAMES = ("q", "k", "v", "beta", "g", "o", "S", "head_output", "mixer_output")
-    kind = "linear"
     sizes: LinearSizes
 
     def init_carry(self, batch: int, max_length: int, dtype) -> LinearCarry:

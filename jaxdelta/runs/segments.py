@@ -402,6 +402,14 @@ def advance(
 _segment = jax.jit(advance, static_argnums=0, donate_argnums=3)
 
 
+def segment_arguments(model: Decoder, rows: int, segment: int, max_length: int) -> tuple[Any, ...]:
+    """Arguments of the compiled segment of a run that keeps its losses, by shape alone: to lower it and look at it."""
+    program = Program(model.config, model.implementation, (TokenLosses(),), ())
+    recurrent, caches = jax.eval_shape(lambda: split(model.init_carry(rows, max_length)))
+    ids, length = jax.ShapeDtypeStruct((rows, segment), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
+    return program, nnx.state(model), recurrent, caches, Part(ids, ids, length), ()
+
+
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _boundary(intervention: Intervention, config, recurrent: Recurrent, caches: Caches, memory):
     carry, memory, record = intervention(join(config, recurrent, caches), memory)

@@ -16,7 +16,6 @@ from jaxdelta.nn import head
 from jaxdelta.runs import capacity as memory
 from jaxdelta.runs import reverse, segments
 from jaxdelta.runs.capacity import RunMemory, gib, reverse_fits, reverse_memory, rows_that_fit, run_memory
-from tests.helpers import segment_arguments
 from tests.tiny import CONFIG, fresh_model
 
 QWEN3_5_0_8B = Qwen3_5Config.size_0_8b()
@@ -58,7 +57,7 @@ def test_an_estimate_covers_what_the_compiler_asks_for(monkeypatch, family):
     four = DeltaLMConfig.tiny(layer_kinds=("linear",), attention=(), num_householder=4, **sizes)
     made = fresh_model(layer_kinds=("linear", "attention"), **sizes) if family == "Qwen3.5" else jd.DeltaLM(four)
     rows, segment, room = 4, 256, 1024
-    compiled = segments._segment.lower(*segment_arguments(made, rows, segment, room)).compile()
+    compiled = segments._segment.lower(*segments.segment_arguments(made, rows, segment, room)).compile()
     asked = compiled.memory_analysis()
     estimate = run_memory(made.config, dtype="float32", segment=segment, max_length=room).total(rows)
     used = asked.argument_size_in_bytes + asked.temp_size_in_bytes + asked.output_size_in_bytes - asked.alias_size_in_bytes
