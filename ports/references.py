@@ -3,11 +3,12 @@
 import importlib
 import importlib.metadata
 import json
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
+
+from ports.compare import relative_error
 
 TESTED = {"torch": "2.13.0", "transformers": "5.24.0", "flash-linear-attention": "0.6.0", "triton": "3.6.0"}
 INSTALL = 'pip install -e ".[test]"'
@@ -20,7 +21,6 @@ MODULES = {
 }
 PROBE = (17, 23)  # tokens of the two segments; the fault is in a later segment of more than one
 PROBE_BOUND = 1e-4  # a right reference is below 1e-6, one that restarts above 1e-2
-WRONG_TRITON = ((3, 4, 0), (3, 7, 0))  # first and last, on Hopper
 
 
 class UnusableReference(RuntimeError):
@@ -101,8 +101,8 @@ def check_segments(reference, tokens: np.ndarray) -> float:
         UnusableReference: the second segment does not go on from the first.
     """
     ids = np.resize(tokens, (1, sum(PROBE)))
-    whole, halves = (reference.run(ids, splits)[0].astype(np.float64) for splits in (None, PROBE))
-    error = float(np.linalg.norm(halves - whole) / np.linalg.norm(whole))
+    whole, halves = (reference.run(ids, splits)[0] for splits in (None, PROBE))
+    error = relative_error(halves, whole)
     if error >= PROBE_BOUND:
         raise UnusableReference(
             f"the reference does not carry its state: {sum(PROBE)} tokens in segments of {PROBE[0]} and {PROBE[1]} give "
@@ -111,23 +111,3 @@ def check_segments(reference, tokens: np.ndarray) -> float:
             f"{TESTED['transformers']} with {INSTALL}"
         )
     return error
-
-
-def check_triton_gradients() -> None:
-    """Refuse gradients of fla's kernels where they are known to be wrong.
-
-    Raises:
-        UnusableReference: a Hopper GPU with Triton 3.4 to 3.7.0, whose backward of the gated delta rule gives wrong
-            results (fla-org/flash-linear-attention#640).
-    """
-    import torch
-
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return
-    version = importlib.metadata.version("triton")
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
-    if WRONG_TRITON[0] <= numbers <= WRONG_TRITON[1]:
-        raise UnusableReference(
-            f"triton {version} on a Hopper GPU gives wrong gradients of the gated delta rule "
-            "(fla-org/flash-linear-attention#640: 3.4 to 3.7.0); take them on a CPU or with another triton"
-        )

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxdelta as jd
-from jaxdelta.ops.soft_filter import soft_rank
 from jaxdelta.runs.interventions import Filter, Noise, Project, Quantise, Scale, Swap
 from tests import tiny
 
@@ -95,7 +94,6 @@ def test_functions_of_arrays(no_rank_promotion):
     found = [
         *(f(S) for f in (jd.effective_rank, jd.stable_rank, jd.threshold_rank, jd.singular_values)),
         jd.energy_rank(S, 0.9),
-        soft_rank(S, 0.5),
         *(jd.truncate(S, 2, method=method) for method in ("subspace", "eigh", "svd")),
         jax.grad(lambda S: jd.truncate(S, 2).sum())(S),
         jd.householder.transition(Q[:, :2], np.ones((2, 2)), np.ones(2)),

@@ -69,11 +69,16 @@ def transition(k: Float[AnyArray, "*batch n_h d"], beta, alpha=None, *, unit: bo
     _check_values(k, beta, alpha, unit)
     dtype = accumulation_dtype(k, beta, alpha)
     beta, alpha = jnp.broadcast_to(beta, k.shape[:-1]), jnp.broadcast_to(alpha, k.shape[:-2])
-    return _product(k.astype(dtype), beta.astype(dtype), alpha.astype(dtype))
+    return product(k.astype(dtype), beta.astype(dtype), alpha.astype(dtype))
 
 
+@keeps_f64
 @jax.jit
-def _product(k: Array, beta: Array, alpha: Array) -> Array:
+def product(
+    k: Float[AnyArray, "*batch n_h d"], beta: Float[AnyArray, "*batch n_h"], alpha: Float[AnyArray, "*batch"]
+) -> Float[Array, "*batch d d"]:
+    """:func:`transition` of arrays of one dtype with whatever values: no strength, decay or key is refused."""
+
     def apply(A, step):
         k, beta = step
         return A - (beta[..., None] * k)[..., None] * jnp.einsum("...i,...ij->...j", k, A, precision=HIGHEST)[
@@ -177,20 +182,6 @@ def expansion(A) -> Measured:
 def orthogonality_defect(A) -> Measured:
     """||A^T A - I||_2, [*batch]: the most by which A changes a squared length. ValueError as :func:`as_square`."""
     return np.linalg.norm(_gram_excess(as_square(A)), 2, axis=(-2, -1))
-
-
-def distance_to_rotation(A) -> Measured:
-    """Frobenius distance to the nearest rotation (orthogonal, det 1), [*batch]; from an odd number of reflections it is 2.
-
-    With A = U diag(sigma) V^T it is that to U V^T, or, where its det is -1, to U diag(1, ..., 1, -1) V^T.
-
-    Raises:
-        ValueError: as :func:`as_square`.
-    """
-    A = as_square(A)
-    sigma = np.linalg.svd(A, compute_uv=False)
-    sigma[..., -1] *= np.where(np.linalg.slogdet(A)[0] < 0, -1, 1)
-    return np.linalg.norm(sigma - 1, axis=-1)
 
 
 def check_orthogonal(g, *, tolerance: float | None = None) -> np.ndarray:

@@ -13,7 +13,7 @@ are whole numbers in a floating dtype for that, and become the integers that ``t
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import Matrices, Spectrum, as_matrices, keeps_f64
+from jaxdelta.dims import AnyArray, Matrices, Spectrum, as_matrices, keeps_f64
 
 
 @keeps_f64
@@ -25,7 +25,13 @@ def singular_values(S: Matrices) -> Spectrum:
 @keeps_f64
 def effective_rank(S: Matrices) -> Float[Array, "*batch"]:
     """exp of the entropy of sigma / sum(sigma): 1 for one outer product, min(K, V) for a flat spectrum."""
-    sigma = _spectrum(S)
+    return effective_rank_of(_spectrum(S))
+
+
+@keeps_f64
+def effective_rank_of(sigma: Float[AnyArray, "*batch R"]) -> Float[Array, "*batch"]:
+    """The effective rank of matrices whose singular values are known."""
+    sigma = jnp.asarray(sigma)
     total = jnp.sum(sigma, axis=-1)
     p = sigma / jnp.where(total > 0, total, 1)[..., None]
     entropy = -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1)), 0), axis=-1)

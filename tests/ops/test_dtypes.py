@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxdelta as jd
-from jaxdelta.ops.soft_filter import soft_filter, soft_rank
+from jaxdelta.ops.soft_filter import soft_filter
 
 rng = np.random.default_rng(0)
 B, T, H, K, V = 2, 5, 3, 7, 4
@@ -52,7 +52,6 @@ CALLS = {
     "truncate, subspace": lambda: jd.truncate(S, 1, method="subspace"),
     "truncate, svd": lambda: jd.truncate(S, np.array([1, 2, 4]), method="svd"),
     "soft_filter": lambda: soft_filter(S, 0.3),
-    "soft_rank": lambda: soft_rank(S, np.full(H, 0.3)),
 }
 # Public functions that are no functions of arrays alone: they compute in the dtype of a model or of a carry.
 OF_MODELS = {

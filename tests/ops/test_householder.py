@@ -10,7 +10,6 @@ from jaxdelta.ops.delta_product import gated_delta_product
 from jaxdelta.ops.householder import (
     active_rank,
     determinant,
-    distance_to_rotation,
     eigenvalues,
     expansion,
     factor,
@@ -159,7 +158,6 @@ def test_full_strength_is_orthogonal_with_the_parity_of_the_factors(n):
     g = transition(draws(13, n, 50)[0], 2.0)
     assert orthogonality_defect(g).max() < 4e-15
     np.testing.assert_array_equal(parity(g), (-1) ** n)
-    np.testing.assert_allclose(distance_to_rotation(g), 2 * (n % 2), atol=1e-14)
 
 
 def test_orthonormal_keys_of_all_dimensions_forget_everything():
@@ -192,14 +190,6 @@ def test_rank_counts_what_stands_above_the_rounding_of_the_matrix():
     assert active_rank(A + 1e-15 * np.random.default_rng(0).standard_normal((6, 6))) == 1
     assert active_rank(1e-9 * np.eye(6), 1e-9) == 0
     assert active_rank(1e-9 * A, 1e-9) == 1
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_distance_to_a_rotation_is_the_least_over_all_rotations(seed):
-    """In the plane, where all rotations can be tried."""
-    A = np.random.default_rng(seed).standard_normal((2, 2))
-    tried = min(np.linalg.norm(A - turn(angle)) for angle in np.linspace(0, 2 * np.pi, 20001))
-    assert distance_to_rotation(A) == pytest.approx(tried, abs=1e-6)
 
 
 def test_expansion_is_the_longest_a_unit_vector_gets():

@@ -18,7 +18,7 @@ from jaxdelta.models.config import Qwen3_5Config
 from ports import compare, references, sides, verify
 from ports.compare import Comparison, compare_positions, worst_errors
 from ports.qwen3_5.reference import Reference
-from ports.references import UnusableReference, check_segments, check_triton_gradients, check_versions, reference_class
+from ports.references import UnusableReference, check_segments, check_versions, reference_class
 from ports.report import write_report
 from ports.sides import Job
 from ports.verdict import broken, judge, rotation_allowance
@@ -259,31 +259,6 @@ def test_a_reference_with_tensors_left_random_is_refused(place, tmp_path):
     save_file(weights, tmp_path / "lacking" / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnusableReference, match=r"missing_keys.*layers\.1\.linear_attn\.dt_bias"):
         Reference(tmp_path / "lacking")
-
-
-@pytest.mark.parametrize(
-    "version, capability, refused",
-    [
-        ("3.3.1", (9, 0), False),
-        ("3.4.0", (9, 0), True),
-        ("3.6.0", (9, 0), True),
-        ("3.7.0", (9, 0), True),
-        ("3.7.1", (9, 0), False),
-        ("3.6.0", (8, 0), False),
-        ("3.6.0", (10, 0), False),
-        ("3.6.0", None, False),
-    ],
-)
-def test_triton_gradients(monkeypatch, version, capability, refused):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    if not refused:
-        return check_triton_gradients()
-    with pytest.raises(UnusableReference, match="wrong gradients"):
-        check_triton_gradients()
 
 
 def test_the_reference_of_a_family(place, tmp_path, monkeypatch):

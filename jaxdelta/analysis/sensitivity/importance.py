@@ -2,7 +2,6 @@
 
     head_output   the head's output is zero in the whole text
     head_state    the head's state is zero at every boundary
-    directions    every direction of the head's states beyond the first ``rank`` is cut, at every boundary
 
 First order and Fisher part are summed over segments or boundaries, within a sample before squares are taken.
 """
@@ -10,7 +9,6 @@ First order and Fisher part are summed over segments or boundaries, within a sam
 import xarray as xr
 
 from jaxdelta.analysis.labels import labelled
-from jaxdelta.analysis.sensitivity.maps import tail_effect
 
 PARTS = {"output": "segment", "state": "boundary"}  # of a head, and what its derivatives are summed over
 
@@ -55,11 +53,6 @@ def michel(first: xr.DataArray) -> xr.DataArray:
     size = abs(first.astype("float64"))
     norm = (size**2).sum("head") ** 0.5
     return size / norm.where(norm > 0, 1)
-
-
-def truncation_importance(maps: xr.Dataset, rank: int) -> xr.DataArray:
-    """Estimated rise of the loss when a head's states are cut to ``rank`` at one boundary, summed over boundaries."""
-    return tail_effect(maps).isel(rank=rank).sum("boundary")
 
 
 def _effect(first: xr.DataArray, drawn: xr.DataArray | None, scored: xr.DataArray) -> xr.DataArray:

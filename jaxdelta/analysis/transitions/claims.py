@@ -24,6 +24,7 @@ from jaxdelta.ops.householder import (
     factor,
     frozen_dimension,
     orthogonality_defect,
+    parity,
     spectral_radius,
     transition,
 )
@@ -251,7 +252,7 @@ def groups(sample: Sample) -> list[Line]:
     """What permutation matrices need is not what the group needs: the least of all its faithful representations."""
     permuted = {3: _permutations(3), 4: _permutations(4), 5: _permutations(5)}
     least = {name: _costliest(minimal_representation(group_of(name)).matrices) for name in ("S3", "S4", "A5", "S5")}
-    even = permuted[5][np.linalg.det(permuted[5]) > 0]
+    even = permuted[5][parity(permuted[5]) > 0]
     return [
         equal("S3, permutations of 3 points", 2, _costliest(permuted[3])),
         equal("S4, permutations of 4 points", 3, _costliest(permuted[4])),

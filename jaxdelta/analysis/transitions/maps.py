@@ -38,6 +38,8 @@ from jaxdelta.arguments import whole_number
 from jaxdelta.documents import Document
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
+from jaxdelta.ops.householder import product as transition_product
+from jaxdelta.ops.householder import spectral_radius
 from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
 from jaxdelta.runs.capacity import rows_that_fit, run_memory
 from jaxdelta.runs.observers import Named
@@ -197,11 +199,8 @@ def whole_defects(
     k: Float[np.ndarray, "J H K"], beta: Float[np.ndarray, "J H"], g: Float[np.ndarray, " H"]
 ) -> Float[np.ndarray, " H"]:
     """|rho(A) / alpha - 1| of one token's transitions, made factor by factor as K x K matrices in f64."""
-    alpha = np.exp(g.astype(np.float64))
-    A = alpha[:, None, None] * np.eye(k.shape[-1])
-    for key, strength in zip(k.astype(np.float64), beta.astype(np.float64), strict=True):
-        A = A - strength[:, None, None] * key[:, :, None] * (key[:, None] @ A)
-    return np.abs(np.abs(np.linalg.eigvals(A)).max(axis=-1) / alpha - 1)
+    k, beta, alpha = (x.astype(np.float64) for x in (k.swapaxes(0, 1), beta.T, np.exp(g.astype(np.float64))))
+    return np.abs(spectral_radius(transition_product(k, beta, alpha)) / alpha - 1)
 
 
 def _rule_inputs(model: Decoder, document: Document, segment: int, max_length: int) -> Iterator[tuple[np.ndarray, ...]]:

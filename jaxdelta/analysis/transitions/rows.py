@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 
 from jaxdelta.analysis.labels import labelled
 from jaxdelta.analysis.transitions.windows import numerical_tolerance
+from jaxdelta.ops.spectra import effective_rank_of
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 EDGES = {  # of histograms; those of alpha are equal steps of log(1 - alpha), from 0 to 0.9999
@@ -25,13 +26,10 @@ def values(ledger: xr.Dataset, quantity: str) -> Float[np.ndarray, " N"]:
 
 
 def active_ranks(ledger: xr.Dataset) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-    """rank(A - alpha I) of every transition: singular values above K eps(f32), and the exponential of their entropy."""
+    """rank(A - alpha I) of every transition: singular values above K eps(f32), and the effective rank."""
     change = _of_tokens(ledger, "change")
-    total = change.sum(axis=-1, keepdims=True)
-    p = change / np.where(total > 0, total, 1)
-    entropy = -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=-1)
     numerical = (change > numerical_tolerance(ledger.attrs["key_dim"])).sum(axis=-1)
-    return numerical.astype(float), np.where(total[:, 0] > 0, np.exp(entropy), 0)
+    return numerical.astype(float), effective_rank_of(change)
 
 
 def radii(ledger: xr.Dataset) -> Float[np.ndarray, " N"]:

@@ -8,7 +8,7 @@ import xarray as xr
 
 from jaxdelta.analysis.sensitivity import ablation
 from jaxdelta.analysis.sensitivity.ablation import Direction
-from jaxdelta.analysis.sensitivity.importance import head_importance, truncation_importance
+from jaxdelta.analysis.sensitivity.importance import head_importance
 from jaxdelta.analysis.sensitivity.maps import sensitivity
 from jaxdelta.analysis.sensitivity.validation import (
     CEILING,
@@ -364,14 +364,3 @@ def test_michel_importance_is_of_unit_norm_within_a_layer():
     np.testing.assert_allclose((michel**2).sum("head"), [[1, 0], [1, 0]])
     ratio = michel[:, 0] / abs(maps.head_output.sum("segment"))[:, 0]
     np.testing.assert_allclose(ratio, np.repeat(ratio.values[:, :1], H, axis=1))
-
-
-def test_importance_of_a_truncation_is_the_tails_sum(maps):
-    found = truncation_importance(maps, 2)
-    cut = slice(2, None)
-    for document in range(2):
-        first = -np.nansum(maps.gate.values[document, ..., cut], axis=(0, -1))
-        tails = maps.gate_sample.values[:, document, ..., cut].sum(-1)
-        expected = first + 0.5 * np.nansum(np.mean(tails**2, axis=0), axis=0) / len(TEXTS[document][1:])
-        np.testing.assert_allclose(found[document], expected, rtol=1e-4, atol=1e-7)
-    np.testing.assert_array_equal(truncation_importance(maps, K), 0)
