@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
 import sys
 import time
 import traceback
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ports.memory import peak_bytes
 
 PROGRESS = "progress: "
 FAILED = 2
@@ -243,16 +244,6 @@ class Clock:
     def lap(self) -> float:
         self._last, before = time.perf_counter(), self._last
         return self._last - before
-
-
-def peak_bytes() -> int:
-    """Largest resident memory of this process."""
-    try:  # ru_maxrss of Linux also counts the parent's memory as it was when this process was started
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    except (OSError, IndexError):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

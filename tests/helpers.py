@@ -1,4 +1,4 @@
-"""What several tests share: errors, inputs that have broken implementations before, and definitions in numpy float64."""
+"""What several tests share: inputs that have broken implementations before, and definitions in numpy float64."""
 
 from collections.abc import Iterator
 from functools import cache, partial
@@ -15,16 +15,6 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 
 KEYS = ("random", "cosine 0.5", "cosine 0.9", "near duplicates")
 DECAYS = ("0", "-1e-7", "-2", "-20", "half 0, half -3", "-20 beside -1e-3", "0 to -20")
-
-
-def relative_error(a, b) -> float:
-    """‖a − b‖ / ‖b‖ over all entries, in f64; infinite where ``a`` is not finite."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    assert a.shape == b.shape, f"{a.shape} against {b.shape}"
-    if not np.isfinite(a).all():
-        return np.inf
-    distance, norm = np.linalg.norm(a - b), np.linalg.norm(b)
-    return distance / norm if norm else distance
 
 
 def unit_keys(rng: np.random.Generator, shape: tuple[int, ...], kind: str = "random") -> np.ndarray:

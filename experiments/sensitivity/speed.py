@@ -14,15 +14,15 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 
 import jaxdelta as jd
-from experiments.speed.full_size import random_model
 from jaxdelta.analysis.sensitivity.maps import sensitivity
 from jaxdelta.runs.capacity import gib, reverse_memory
+from ports.memory import peak_bytes
+from ports.qwen3_5.full_size import random_model
 
 
 def load(name: str, dtype: str) -> jd.Decoder:
@@ -72,7 +72,7 @@ def peak(arguments: argparse.Namespace, segments: int) -> int:
 def child(arguments: argparse.Namespace) -> None:
     model = load(arguments.model, arguments.dtype)
     sensitivity(model, random_tokens(model, arguments.child * 256), samples=0, max_length=256 * max(arguments.memory))
-    print(1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]))
+    print(peak_bytes())
 
 
 def random_tokens(model: jd.Decoder, count: int) -> np.ndarray:

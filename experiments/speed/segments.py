@@ -56,12 +56,12 @@ def compare(folder: Path, segments: int, segment: int, python: str) -> None:
     from flax import nnx
 
     import jaxdelta as jd
-    from experiments.speed.full_size import checkpoint
     from jaxdelta.models.carry import split
     from jaxdelta.runs.observers import TokenLosses
     from jaxdelta.runs.segments import Part, Program, _segment
+    from ports.qwen3_5.full_size import write_checkpoint
 
-    checkpoint(folder)
+    write_checkpoint(folder)
     reference = subprocess.Popen(
         [python, "-c", REFERENCE, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
     )

@@ -14,11 +14,11 @@ import time
 import jax
 import numpy as np
 
-from experiments.speed.full_size import random_model
 from jaxdelta.ops.low_rank import largest_rank
 from jaxdelta.runs import capacity as memory
 from jaxdelta.runs.interventions import Truncate
 from jaxdelta.runs.segments import _segment, run, segment_arguments
+from ports.qwen3_5.full_size import random_model
 
 
 def main() -> None:

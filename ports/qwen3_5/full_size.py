@@ -30,8 +30,9 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jaxdelta.checkpoints import qwen3_5
+from jaxdelta.checkpoints import load, qwen3_5
 from jaxdelta.models.config import Qwen3_5Config
+from jaxdelta.models.qwen3_5 import Qwen3_5
 from ports.compare import relative_error
 
 CONFIG = Qwen3_5Config.size_0_8b()
@@ -44,12 +45,19 @@ def tokens(count: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, CONFIG.vocab_size, (1, count))
 
 
-def write_checkpoint(folder: Path) -> None:
+def write_checkpoint(folder: Path) -> Path:
     """752,393,024 random parameters in the hub's dtypes: signals of order one, gates over short and long horizons."""
     rng = np.random.default_rng(0)
     tensors = {"model." + e.name: _weight(e.name, e.shape, rng) for e in qwen3_5.entries(CONFIG)}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(qwen3_5.config_to_json(CONFIG)))
+    return folder
+
+
+def random_model(dtype: str = "float32") -> Qwen3_5:
+    """The checkpoint, loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load(write_checkpoint(Path(folder)), dtype=dtype)
 
 
 def _weight(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:

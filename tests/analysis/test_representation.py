@@ -30,7 +30,8 @@ from jaxdelta.tasks.state_tracking import (
     solution,
     words,
 )
-from tests.helpers import orthonormal_columns, randomised, relative_error
+from ports.compare import relative_error
+from tests.helpers import orthonormal_columns, randomised
 
 ONE_LAYER = {"layer_kinds": ("linear",), "attention": (), "conv_width": 1}
 K = 7

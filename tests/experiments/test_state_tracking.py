@@ -20,7 +20,7 @@ from experiments.state_tracking.cells import Cell, Recipe, config_of, grid
 from experiments.state_tracking.run import run
 from jaxdelta.results.folder import ResultsError
 from jaxdelta.tasks.state_tracking import group_of, solution
-from tests.helpers import relative_error
+from ports.compare import relative_error
 
 RECIPE = Recipe(
     width=16,

@@ -13,7 +13,8 @@ import jaxdelta as jd
 from jaxdelta.models.config import FAMILIES, FIXED, DeltaLMConfig
 from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.nn.sizes import AttentionSizes
-from tests.helpers import randomised, relative_error, run, truncated
+from ports.compare import relative_error
+from tests.helpers import randomised, run, truncated
 
 ALL = pytest.mark.parametrize("family", FAMILIES)
 WINDOWED = (AttentionSizes(num_query_heads=4, num_kv_heads=2, head_dim=10, window=7, bias=True),)

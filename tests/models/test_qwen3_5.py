@@ -13,7 +13,8 @@ from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.models.qwen3_5 import Qwen3_5
 from jaxdelta.nn.attention import AttentionCarry
 from jaxdelta.nn.mixer import LinearCarry
-from tests.helpers import randomised, relative_error, run
+from ports.compare import relative_error
+from tests.helpers import randomised, run
 
 VOCABULARY = 97
 PADDING = 96  # a token that no text holds

@@ -9,7 +9,8 @@ from flax import nnx
 
 from jaxdelta.nn.attention import Attention
 from jaxdelta.nn.sizes import AttentionSizes
-from tests.helpers import mix, parameters, randomised, relative_error
+from ports.compare import relative_error
+from tests.helpers import mix, parameters, randomised
 
 D, d = 14, 6
 THETA = 1e3

@@ -11,7 +11,8 @@ from flax import nnx
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.nn.attention import rotary_angles, rotate
 from jaxdelta.nn.gated_attention import GatedAttention
-from tests.helpers import mix, parameters, randomised, relative_error, rms_normalised
+from ports.compare import relative_error
+from tests.helpers import mix, parameters, randomised, rms_normalised
 
 CONFIG = Qwen3_5Config.tiny()
 A, G, d, D, R = CONFIG.num_query_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.width, CONFIG.rotary_dim

@@ -12,7 +12,8 @@ from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.nn.gated_deltanet import GatedDeltaNet, log_decay
 from jaxdelta.nn.mixer import LinearCarry
 from jaxdelta.ops.delta_rule import LEAST
-from tests.helpers import delta_rule, mix, parameters, randomised, relative_error, rms_normalised, silu
+from ports.compare import relative_error
+from tests.helpers import delta_rule, mix, parameters, randomised, rms_normalised, silu
 
 D = Qwen3_5Config.tiny().width
 

@@ -11,7 +11,8 @@ from flax import nnx
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.nn.gated_deltaproduct import GatedDeltaProduct
 from jaxdelta.nn.mixer import LinearCarry, Span
-from tests.helpers import delta_product, mix, parameters, randomised, relative_error, rms_normalised, silu
+from ports.compare import relative_error
+from tests.helpers import delta_product, mix, parameters, randomised, rms_normalised, silu
 
 D, G, K, V = 20, 2, 6, 5  # model width, key heads, key and value dim
 B, T = 3, 19

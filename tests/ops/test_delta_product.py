@@ -12,7 +12,8 @@ from jaxdelta.dims import HIGHEST
 from jaxdelta.ops import delta_product as op
 from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked
-from tests.helpers import TOLERANCE, delta_inputs, delta_product, dot_precisions, relative_error
+from ports.compare import relative_error
+from tests.helpers import TOLERANCE, delta_inputs, delta_product, dot_precisions
 
 recurrent = jax.jit(gated_delta_product, static_argnames=("num_householder", "scale"))
 chunked = jax.jit(gated_delta_product_chunked, static_argnames=("num_householder", "scale", "chunk_size"))

@@ -10,16 +10,8 @@ from jax.test_util import check_grads
 
 from jaxdelta.dims import HIGHEST
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked, inverse_unit_lower
-from tests.helpers import (
-    DECAYS,
-    KEYS,
-    TOLERANCE,
-    delta_inputs,
-    delta_rule,
-    dot_precisions,
-    relative_error,
-    unit_keys,
-)
+from ports.compare import relative_error
+from tests.helpers import DECAYS, KEYS, TOLERANCE, delta_inputs, delta_rule, dot_precisions, unit_keys
 
 recurrent = jax.jit(gated_delta_rule, static_argnames="scale")
 chunked = jax.jit(gated_delta_rule_chunked, static_argnames=("scale", "chunk_size"))

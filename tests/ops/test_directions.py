@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxdelta.ops.directions import below_rounding, directions, gates, scaled
-from tests.helpers import matrices_of_spectrum, relative_error, truncated
+from ports.compare import relative_error
+from tests.helpers import matrices_of_spectrum, truncated
 
 SHAPES = pytest.mark.parametrize("shape", [(24, 31), (31, 24), (128, 128)], ids=["K<V", "K>V", "128"])
 SCALES = pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])

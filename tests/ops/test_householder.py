@@ -20,7 +20,7 @@ from jaxdelta.ops.householder import (
     transition,
 )
 from jaxdelta.ops.spectra import singular_values
-from tests.helpers import relative_error
+from ports.compare import relative_error
 
 D = 11
 FACTORS = pytest.mark.parametrize("n", (1, 2, 4, 7))

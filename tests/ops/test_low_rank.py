@@ -10,7 +10,8 @@ import pytest
 from jaxdelta.dims import HIGHEST
 from jaxdelta.ops.low_rank import MAX_ROUNDS, has_gap, truncate, truncation
 from jaxdelta.ops.spectra import singular_values
-from tests.helpers import TOLERANCE, dot_precisions, matrices_of_spectrum, orthonormal_columns, relative_error, truncated
+from ports.compare import relative_error
+from tests.helpers import TOLERANCE, dot_precisions, matrices_of_spectrum, orthonormal_columns, truncated
 
 METHODS = pytest.mark.parametrize("method", ("subspace", "eigh", "svd"))
 EXACT = pytest.mark.parametrize("method", ("eigh", "svd"))

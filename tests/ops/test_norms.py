@@ -7,7 +7,8 @@ import pytest
 from jax.test_util import check_grads
 
 from jaxdelta.ops.norms import gated_rms_norm, l2norm, rms_norm
-from tests.helpers import TOLERANCE, relative_error, rms_normalised, silu
+from ports.compare import relative_error
+from tests.helpers import TOLERANCE, rms_normalised, silu
 
 
 def rows(seed, dtype=jnp.float32, scale=1.0, shape=(5, 3, 11)):

@@ -9,7 +9,8 @@ import pytest
 from jax.test_util import check_grads
 
 from jaxdelta.ops.short_conv import short_conv
-from tests.helpers import TOLERANCE, relative_error
+from ports.compare import relative_error
+from tests.helpers import TOLERANCE
 
 conv = jax.jit(short_conv)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxdelta.ops import soft_filter as ops
-from tests.helpers import TOLERANCE, matrices_of_spectrum, relative_error
+from ports.compare import relative_error
+from tests.helpers import TOLERANCE, matrices_of_spectrum
 
 soft_filter = jax.jit(ops.soft_filter)
 SHAPES = pytest.mark.parametrize(("K", "V"), [(7, 11), (11, 7), (5, 1)], ids=lambda n: str(n))

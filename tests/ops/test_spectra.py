@@ -10,7 +10,8 @@ from jax.test_util import check_grads
 
 from jaxdelta.ops.low_rank import truncate
 from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, stable_rank, threshold_rank
-from tests.helpers import TOLERANCE, matrices_of_spectrum, relative_error
+from ports.compare import relative_error
+from tests.helpers import TOLERANCE, matrices_of_spectrum
 
 RANKS = pytest.mark.parametrize(
     "rank_of",

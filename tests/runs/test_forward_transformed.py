@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jaxdelta as jd
-from tests.helpers import relative_error
+from ports.compare import relative_error
 from tests.tiny import model, tokens
 
 ROOM = 16

@@ -12,7 +12,7 @@ from jaxdelta.nn import head
 from jaxdelta.runs import segments
 from jaxdelta.runs.interventions import Truncate
 from jaxdelta.runs.segments import NonFiniteError, forward, init_carry, run, segment_arguments
-from tests.helpers import relative_error
+from ports.compare import relative_error
 from tests.tiny import fresh_model, model, tokens
 
 KINDS = ("linear", "attention", "linear")

@@ -18,7 +18,8 @@ from jaxdelta.analysis.transitions.windows import (
     product,
     read,
 )
-from tests.helpers import KEYS, relative_error, unit_keys
+from ports.compare import relative_error
+from tests.helpers import KEYS, unit_keys
 
 LAYERS, H, K, N_H, T = 2, 3, 5, 2, 41
 WINDOWS = (1, 2, 4, 8, 32, 64)  # dense from 4 tokens on: 8 factors; 64 do not fit

@@ -16,7 +16,8 @@ from jaxdelta.runs import segments
 from jaxdelta.runs.interventions import Filter, Intervention, Noise, NoOp, Project, Quantise, Scale, Swap, Truncate, Zero
 from jaxdelta.runs.reverse import record
 from jaxdelta.runs.segments import text_of
-from tests.helpers import matrices_of_spectrum, orthonormal_columns, relative_error, truncated
+from ports.compare import relative_error
+from tests.helpers import matrices_of_spectrum, orthonormal_columns, truncated
 from tests.tiny import fresh_model, model, tokens
 
 KINDS = ("linear", "attention", "linear")

@@ -9,7 +9,8 @@ import pytest
 
 import jaxdelta as jd
 from jaxdelta.runs.interventions import Intervention, Truncate
-from tests.helpers import relative_error, truncated
+from ports.compare import relative_error
+from tests.helpers import truncated
 from tests.tiny import fresh_model, model
 
 KINDS = ("linear", "attention", "linear")
