@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
 from ports.compare import ARRAYS, LOGITS_OF_POSITION, position_arrays, to_json
 from ports.verdict import BF16_FACTOR, EXTREME, MARGINS, Line, broken
@@ -118,8 +119,7 @@ def write_report(
     content = to_json({"subject": subject, "lines": judged, **comparison})
     (folder / "comparison.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     drawn = figure(comparison, lines, f"{subject['Model']}, {dtype}: error against the reference in float32")
-    for suffix in ("png", "svg"):
-        drawn.savefig(folder / f"drift.{suffix}", dpi=150)
+    save_figures({"drift": drawn}, folder)
     (folder / "report.md").write_text(markdown(comparison, lines, subject, dtype), encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from experiments.state_tracking import report
 from experiments.state_tracking.run import FOLDER
+from jaxdelta.report.figure import save_figures
 
 
 def main() -> None:
@@ -23,8 +24,7 @@ def main() -> None:
     instruments = folder / "instruments" / "rows.parquet"
     if instruments.exists():
         console.print(report.instrument_table(pa_parquet.read_table(instruments)))
-    for suffix in ("png", "svg"):
-        report.figure(rows).savefig(folder / f"solved.{suffix}", dpi=150)
+    save_figures({"solved": report.figure(rows)}, folder)
 
 
 if __name__ == "__main__":

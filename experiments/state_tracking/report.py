@@ -6,29 +6,27 @@ from statistics import median
 
 import pyarrow as pa
 from matplotlib.figure import Figure
-from rich import box
-from rich.table import Table
+
+from jaxdelta.report.sheet import Sheet
 
 NEEDED = 0.01
 CELL = ("group", "predicted", "negative_eigenvalues", "forget_gate", "num_householder")
 
 
-def solved_table(rows: pa.Table) -> Table:
+def solved_table(rows: pa.Table) -> Sheet:
     """Predicted n_h beside the share of seeds that solve each length."""
     first = rows.slice(0, 1).to_pylist()[0]
-    view = Table(
-        title="One layer, n_h Householder steps a token",
+    view = Sheet(
+        "One layer, n_h Householder steps a token",
         caption="solved: no mistake in at least 99 % of fresh words of that length; steps: of the\n"
         "median seed that solved the trained length, when a validation first said so; right: by\n"
         "the median seed, at the trained length",
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+        keys=5,
     )
     headings = ["group", "predicted", "eigenvalues", "gate", "n_h", f"solved {first['length']}"]
     headings += [f"solved {first['length_long']}", "steps", "words right", "tokens right"]
     for heading in headings:
-        view.add_column(heading, justify="right", no_wrap=True)
+        view.add_column(heading)
     for cell, seeds in by_cell(rows).items():
         steps = [seed["steps_to_solve"] for seed in seeds if seed["steps_to_solve"] is not None]
         view.add_row(
@@ -40,21 +38,19 @@ def solved_table(rows: pa.Table) -> Table:
     return view
 
 
-def instrument_table(rows: pa.Table) -> Table:
+def instrument_table(rows: pa.Table) -> Sheet:
     """What the heads that the task needs do, a line for each of them of each seed that solves it."""
-    view = Table(
-        title=f"Heads without which more than {NEEDED:.0%} of the tokens go wrong",
+    view = Sheet(
+        f"Heads without which more than {NEEDED:.0%} of the tokens go wrong",
         caption="without, alone: tokens right when this head, or all others, are silent; keys: numerical and effective\n"
         "dimension of their span; d: of the smallest representation; error: of A(g) A(h) against A(g h) on the d\n"
         "directions moved most, and on d + 1; carried: directions on which it stays below 0.1, and the irreducible\n"
         "representations there, numbered by dimension; kept: of its size, a token; state: effective rank",
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+        keys=5,
     )
     headings = ("group", "eigenvalues", "n_h", "seed", "head", "without", "alone", "keys", "d", "error", "d + 1")
     for heading in (*headings, "carried", "irreps", "kept", "state"):
-        view.add_column(heading, justify="right", no_wrap=True)
+        view.add_column(heading)
     for row in rows.to_pylist():
         if row["accuracy"] - row["accuracy_without"] > NEEDED:
             view.add_row(*_instrument_cells(row))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pa_csv
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,9 +13,9 @@ from matplotlib.figure import Figure
 from jaxdelta.analysis.sensitivity.importance import head_importance
 from jaxdelta.analysis.sensitivity.maps import tail_effect, tail_gate
 from jaxdelta.analysis.sensitivity.validation import METRICS, SUBJECTS, Comparison, Score
-from jaxdelta.report.figure import save_figure
+from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
-from jaxdelta.results.folder import write_whole
+from jaxdelta.results.folder import write_csv
 
 DEFAULT = "first order + fisher / 2"
 NOT_VALIDATED = "Not validated: these are estimates. --validate measures removals and says how far to trust them."
@@ -122,17 +121,13 @@ def trust_line(scores: Sequence[Score]) -> str:
 
 def write_heads(maps: xr.Dataset, folder: Path) -> Path:
     """``heads.csv``, the rows of :func:`head_rows`."""
-    return _csv(head_rows(maps), folder / "heads.csv")
+    return write_csv(head_rows(maps), folder / "heads.csv")
 
 
 def write_scores(scores: Sequence[Score], folder: Path) -> Path:
     """``validation.csv``, one row a kind, estimator and metric."""
-    return _csv(pa.table({f.name: [getattr(s, f.name) for s in scores] for f in fields(Score)}), folder / "validation.csv")
-
-
-def _csv(rows: pa.Table, file: Path) -> Path:
-    write_whole(file, lambda unfinished: pa_csv.write_csv(rows, unfinished))
-    return file
+    rows = pa.table({f.name: [getattr(s, f.name) for s in scores] for f in fields(Score)})
+    return write_csv(rows, folder / "validation.csv")
 
 
 def head_figure(maps: xr.Dataset, comparisons: Sequence[Comparison] = ()) -> Figure:
@@ -223,16 +218,9 @@ def validation_figure(comparisons: Sequence[Comparison], scores: Sequence[Score]
 
 def write_figures(folder: Path, maps: xr.Dataset, comparisons: Sequence[Comparison] = ()) -> list[Path]:
     """``heads`` and ``by_rank``, each as PNG and SVG."""
-    return _saved(folder, {"heads": head_figure(maps, comparisons), "by_rank": rank_figure(maps)})
+    return save_figures({"heads": head_figure(maps, comparisons), "by_rank": rank_figure(maps)}, folder)
 
 
 def write_validation(folder: Path, comparisons: Sequence[Comparison], scores: Sequence[Score]) -> list[Path]:
     """``validation`` as PNG and SVG, and ``validation.csv``."""
-    return [*_saved(folder, {"validation": validation_figure(comparisons, scores)}), write_scores(scores, folder)]
-
-
-def _saved(folder: Path, figures: dict[str, Figure]) -> list[Path]:
-    files = [(folder / f"{name}.{suffix}", figure) for name, figure in figures.items() for suffix in ("png", "svg")]
-    for file, figure in files:
-        save_figure(figure, file)
-    return [file for file, _ in files]
+    return [*save_figures({"validation": validation_figure(comparisons, scores)}, folder), write_scores(scores, folder)]

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from jaxdelta.analysis.compare import Difference, uncut
 from jaxdelta.analysis.sweep import summarize
-from jaxdelta.report.figure import save_figure
+from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
 
 
@@ -103,7 +103,4 @@ def write_figures(rows: pa.Table, folder: Path) -> list[Path]:
     """``loss_by_rank`` of a sweep of all heads, ``loss_by_place`` of a narrower one, as PNG and SVG."""
     narrow = any(layer is not None for layer in rows["layer"].to_pylist())
     name, drawn = ("loss_by_place", map_figure(rows)) if narrow else ("loss_by_rank", figure(rows))
-    files = [folder / f"{name}.{suffix}" for suffix in ("png", "svg")]
-    for file in files:
-        save_figure(drawn, file)
-    return files
+    return save_figures({name: drawn}, folder)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pa_csv
 import xarray as xr
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -12,12 +11,11 @@ from matplotlib.figure import Figure
 
 from jaxdelta.analysis.transitions.rows import distributions, transition_rows, window_rows
 from jaxdelta.analysis.transitions.windows import ACTIVE, FORGOTTEN
-from jaxdelta.report.figure import save_figure
+from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
-from jaxdelta.results.folder import write_whole
+from jaxdelta.results.folder import write_csv
 
 SHOWN_WINDOWS = (1, 16, 256)  # in the table by layer
-SUFFIXES = ("png", "svg")
 
 
 def tables(ledger: xr.Dataset) -> list[Sheet]:
@@ -283,15 +281,10 @@ def write_figures(folder: Path, ledger: xr.Dataset) -> list[Path]:
         "products": spectrum_figure(ledger),
         "angles": angle_figure(ledger),
     }
-    files = [(folder / f"{name}.{suffix}", figure) for name, figure in figures.items() for suffix in SUFFIXES]
-    for file, figure in files:
-        save_figure(figure, file)
-    return [file for file, _ in files]
+    return save_figures(figures, folder)
 
 
 def write_rows(folder: Path, ledger: xr.Dataset) -> list[Path]:
     """``transitions.csv`` and ``windows.csv``: all heads, each layer and each head."""
     found: dict[str, pa.Table] = {"transitions": transition_rows(ledger), "windows": window_rows(ledger)}
-    for name, rows in found.items():
-        write_whole(folder / f"{name}.csv", lambda file, rows=rows: pa_csv.write_csv(rows, file))
-    return [folder / f"{name}.csv" for name in found]
+    return [write_csv(rows, folder / f"{name}.csv") for name, rows in found.items()]

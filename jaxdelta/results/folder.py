@@ -230,6 +230,12 @@ def _read_rows(file: Path) -> pa.Table | None:
         raise ResultsError(f"{file} cannot be read ({error}); remove it, and the same command makes it anew") from None
 
 
+def write_csv(rows: pa.Table, file: Path) -> Path:
+    """Write rows whole; gives the file."""
+    write_whole(file, lambda unfinished: pa_csv.write_csv(rows, unfinished))
+    return file
+
+
 def write_whole(file: Path, write: Callable[[str], Any], *, replace: bool = True) -> None:
     """Let ``write`` make a file or a folder under another name, and give it its own when it is whole.
 
