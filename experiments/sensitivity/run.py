@@ -21,6 +21,7 @@ from rich.progress import Progress
 import jaxdelta as jd
 from jaxdelta.analysis.sensitivity import validation
 from jaxdelta.analysis.sensitivity.maps import sensitivity_maps
+from jaxdelta.cli.progress import follow
 from jaxdelta.documents import embedded_texts, tokenize
 
 FOLDER = Path("results") / "sensitivity"
@@ -40,7 +41,6 @@ def main() -> None:
     documents = [d.head(arguments.tokens) for d in tokenize(embedded_texts(), model.tokenizer)]
     maps = sensitivity_maps(model, documents, samples=arguments.samples, out=arguments.out / "maps", name=arguments.model)
     with Progress() as bar:
-        task = bar.add_task("measuring removals", total=len(documents))
         validation.removals(
             model,
             documents,
@@ -50,7 +50,7 @@ def main() -> None:
             steps=arguments.steps,
             out=arguments.out / "removals",
             name=arguments.model,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=follow(bar, "measuring removals", total=len(documents)),
         )
 
 

@@ -1,8 +1,10 @@
 """Options that several commands take, and what they mean."""
 
 import argparse
+import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxdelta.checkpoints import load, load_tokenizer
 from jaxdelta.documents import Document, embedded_texts, read_documents, tokenize
@@ -11,14 +13,38 @@ from jaxdelta.models.decoder import Decoder
 MODEL_HELP = "embedded model, folder in Hugging Face's format, or hub id (owner/name, downloaded whole)"
 
 
-def add_run_arguments(command: argparse.ArgumentParser, name: str) -> None:
-    """What every command that runs a model over documents takes."""
-    command.add_argument("model", nargs="?", default="control", help=f"{MODEL_HELP}; default: control")
-    add_document_arguments(command, f"the same command continues it; default: results/{name}-MODEL")
+def default_of(function: Callable, name: str) -> Any:
+    """What ``function`` takes where it is not given ``name``: options have the defaults of the call that they end in."""
+    return inspect.signature(function).parameters[name].default
 
 
-def add_document_arguments(command: argparse.ArgumentParser, out: str) -> None:
-    """Documents, how they are cut, and where results go."""
+def add_parameter(command: argparse.ArgumentParser, call: Callable, name: str, said: str, **options) -> None:
+    """An option for a parameter of ``call``, of its kind and with its default; ``said``: what it means."""
+    default = default_of(call, name)
+    command.add_argument(
+        f"--{name.replace('_', '-')}",
+        **{"type": type(default), "default": default, "help": f"{said}; default: %(default)s"} | options,
+    )
+
+
+def add_segment(command: argparse.ArgumentParser, call: Callable) -> None:
+    """Tokens of a segment."""
+    add_parameter(command, call, "segment", "tokens between two boundaries")
+
+
+def add_run_arguments(command: argparse.ArgumentParser, name: str, call: Callable) -> None:
+    """What every command that runs a model over documents by ``call`` takes."""
+    command.add_argument("model", nargs="?", default="control", help=f"{MODEL_HELP}; default: %(default)s")
+    add_document_arguments(command, f"the same command continues it; default: results/{name}-MODEL", call)
+
+
+def add_revision(command: argparse.ArgumentParser) -> None:
+    """The revision of a hub id."""
+    command.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
+
+
+def add_document_arguments(command: argparse.ArgumentParser, out: str, call: Callable) -> None:
+    """Documents, how they are cut for ``call``, and where results go."""
     command.add_argument(
         "--documents",
         nargs="+",
@@ -35,15 +61,11 @@ def add_document_arguments(command: argparse.ArgumentParser, out: str) -> None:
         help="tokenizer.json or a folder with one, for texts; default: the model's",
     )
     command.add_argument("--max-tokens", type=int, metavar="TOKENS", help="use this many leading tokens of each document")
-    command.add_argument("--segment", type=int, default=256, help="tokens between two boundaries; default: 256")
-    command.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of parameters and activations; gates, norms and states are float32 in any case; default: float32",
-    )
+    add_segment(command, call)
+    said = "of parameters and activations; gates, norms and states are float32 in any case"
+    add_parameter(command, load, "dtype", said, choices=("float32", "bfloat16"))
     command.add_argument("--out", type=Path, help=f"results folder; {out}")
-    command.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
+    add_revision(command)
 
 
 def opened(arguments: argparse.Namespace, name: str) -> tuple[Path, Decoder, list[Document]]:

@@ -2,9 +2,12 @@
 
 import argparse
 
-from jaxdelta.cli.arguments import MODEL_HELP
+from jaxdelta.checkpoints import inspect
+from jaxdelta.cli.arguments import MODEL_HELP, add_revision, add_segment
 from jaxdelta.report.sheet import Facts
 from jaxdelta.report.terminal import Output
+from jaxdelta.runs.capacity import gib, run_memory
+from jaxdelta.runs.segments import run
 
 
 def add_info(commands) -> None:
@@ -16,16 +19,13 @@ def add_info(commands) -> None:
     )
     info.set_defaults(call=info_command, device=False)
     info.add_argument("model", help=MODEL_HELP)
-    info.add_argument("--segment", type=int, default=256, help="tokens between two boundaries; default: 256")
-    info.add_argument("--max-length", type=int, default=16384, help="tokens of the longest text; default: 16384")
-    info.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
+    add_segment(info, run)
+    info.add_argument("--max-length", type=int, default=16384, help="tokens of the longest text; default: %(default)s")
+    add_revision(info)
 
 
 def info_command(arguments: argparse.Namespace, console: Output) -> None:
     """Describe a checkpoint."""
-    from jaxdelta.checkpoints import inspect
-    from jaxdelta.runs.capacity import gib, run_memory
-
     info = inspect(arguments.model, revision=arguments.revision)
     c = info.config
     linear, attention = len(c.linear_layers), c.num_layers - len(c.linear_layers)

@@ -2,56 +2,51 @@
 
 import argparse
 
-from jaxdelta.cli.arguments import MODEL_HELP, SEED, add_document_arguments, opened
-from jaxdelta.cli.progress import progress
+from jaxdelta.analysis.transitions.claims import ledger
+from jaxdelta.analysis.transitions.maps import ledger_of
+from jaxdelta.cli.arguments import MODEL_HELP, SEED, add_document_arguments, add_parameter, opened
+from jaxdelta.cli.progress import RUNNING, follow, progress
 from jaxdelta.report.terminal import Output
+
+# Options of a ledger without a model, and of one with a model.
+OF_CLAIMS = ("dim", "draws", "seed")
+OF_MODEL = ("documents", "tokenizer", "segment", "max_tokens", "dtype", "revision")
 
 
 def add_ledger(commands) -> None:
     """Add the command to a parser's ``commands``."""
-    ledger = commands.add_parser(
+    command = commands.add_parser(
         "ledger",
         help="what a product of n_h Householder factors can forget and rotate, and where a model's transitions lie",
         description="Measure what is said of products of n_h Householder factors on matrices drawn at random, in float64. "
         "With a model: where its write strengths, keys and decays put every token's transition (eigenvalues, spectral "
         "radius, active rank), and what products over windows of tokens freeze, forget and mix.",
     )
-    ledger.set_defaults(call=ledger_command)
-    ledger.add_argument("--dim", type=int, default=16, help="size of the matrices, at least 8; default: 16")
-    ledger.add_argument("--draws", type=int, default=200, help="of keys and strengths, for each n_h; default: 200")
-    ledger.add_argument("--seed", type=SEED, default=0, help="of the draws; default: 0")
-    ledger.add_argument("model", nargs="?", help=f"{MODEL_HELP}; default: none, matrices drawn at random")
-    ledger.add_argument("--model", dest="named", metavar="MODEL", help="the same")
-    add_document_arguments(
-        ledger, "the same command continues it; default: results/ledger-MODEL; without a model they are not kept"
-    )
+    add_parameter(command, ledger, "dim", "size of the matrices, at least 8")
+    add_parameter(command, ledger, "draws", "of keys and strengths, for each n_h")
+    add_parameter(command, ledger, "seed", "of the draws", type=SEED)
+    command.add_argument("model", nargs="?", help=f"{MODEL_HELP}; default: none, matrices drawn at random")
+    command.add_argument("--model", dest="named", metavar="MODEL", help="the same")
+    out = "the same command continues it; default: results/ledger-MODEL; without a model they are not kept"
+    add_document_arguments(command, out, ledger_of)
+    command.set_defaults(call=ledger_command, default=command.get_default)
 
 
 def ledger_command(arguments: argparse.Namespace, console: Output) -> None:
     """The ledger of products of Householder factors, or with a model that of its transitions."""
-    of_claims = {"dim": 16, "draws": 200, "seed": 0}
-    of_model = {
-        "documents": None,
-        "tokenizer": None,
-        "segment": 256,
-        "max_tokens": None,
-        "dtype": "float32",
-        "revision": None,
-    }
     if arguments.named is not None:
         if arguments.model not in (None, arguments.named):
             raise ValueError(f"two models are given: {arguments.model} and --model {arguments.named}")
         arguments.model = arguments.named
     has_model = arguments.model is not None
-    other, where = (of_claims, "without") if has_model else (of_model, "with")
-    for name, default in other.items():
-        if getattr(arguments, name) != default:
+    other, where = (OF_CLAIMS, "without") if has_model else (OF_MODEL, "with")
+    for name in other:
+        if getattr(arguments, name) != arguments.default(name):
             raise ValueError(f"--{name.replace('_', '-')} is for a ledger {where} a model")
     (_model_ledger if has_model else _claims_ledger)(arguments, console)
 
 
 def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
-    from jaxdelta.analysis.transitions.claims import ledger
     from jaxdelta.report.ledger import tables
 
     rows = ledger(dim=arguments.dim, draws=arguments.draws, seed=arguments.seed, out=arguments.out)
@@ -61,21 +56,19 @@ def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
 
 
 def _model_ledger(arguments: argparse.Namespace, console: Output) -> None:
-    from jaxdelta.analysis.transitions.maps import ledger_of
     from jaxdelta.report import transitions as report
 
     out, model, documents = opened(arguments, "ledger")
     with progress(console) as bar:
-        task = bar.add_task("running segments (the first compiles)", total=None)
-        ledger = ledger_of(
+        found = ledger_of(
             model,
             documents,
             segment=arguments.segment,
             out=out,
             name=arguments.model,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=follow(bar, RUNNING),
         )
-    files = [*report.write_rows(out, ledger), *report.write_figures(out, ledger)]
-    for table in report.tables(ledger):
+    files = [*report.write_rows(out, found), *report.write_figures(out, found)]
+    for table in report.tables(found):
         console.print(table)
     console.written(out, ["transitions.zarr", "manifest.json", *(file.name for file in files)])

@@ -3,13 +3,14 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 INTERVAL = 30.0  # seconds between two lines
+RUNNING = "running segments (the first compiles)"
 
 
 class Lines:
@@ -65,11 +66,17 @@ def elapsed(seconds: float) -> str:
 @contextmanager
 def progress(console: Console) -> Iterator[Progress | Lines]:
     """A bar where ``console`` or stderr is a terminal, lines elsewhere; both have ``add_task`` and ``update``."""
-    shown = next((c for c in (console, Console(stderr=True)) if c.is_terminal and not c.is_dumb_terminal), None)
-    if shown is None:
+    terminal = next((c for c in (console, Console(stderr=True)) if c.is_terminal and not c.is_dumb_terminal), None)
+    if terminal is None:
         with Lines() as lines:
             yield lines
         return
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=shown, transient=True) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=terminal, transient=True) as bar:
         yield bar
+
+
+def follow(bar: Progress | Lines, description: str, *, total: int | None = None) -> Callable[[int, int], None]:
+    """Begin a task of ``bar``; what is returned is called with how much of it is done, and of how much."""
+    task = bar.add_task(description, total=total)
+    return lambda done, total: bar.update(task, completed=done, total=total)

@@ -2,8 +2,10 @@
 
 import argparse
 
-from jaxdelta.cli.arguments import SEED, add_run_arguments, opened
-from jaxdelta.cli.progress import progress
+from jaxdelta.analysis.sensitivity import validation
+from jaxdelta.analysis.sensitivity.maps import sensitivity_maps
+from jaxdelta.cli.arguments import SEED, add_parameter, add_run_arguments, default_of, opened
+from jaxdelta.cli.progress import RUNNING, follow, progress
 from jaxdelta.report.terminal import Output
 
 
@@ -16,22 +18,21 @@ def add_sensitivity(commands) -> None:
         "far the estimates agree with measured removals.",
     )
     maps.set_defaults(call=sensitivity_command)
-    add_run_arguments(maps, "sensitivity")
-    maps.add_argument(
-        "--loss",
-        choices=("next_token", "kl"),
-        default="next_token",
-        help="kl: divergence from the untouched model, whose first order is zero; default: next_token",
-    )
-    maps.add_argument("--samples", type=int, default=8, help="labels drawn for the Fisher part; default: 8")
-    maps.add_argument("--seed", type=SEED, default=0, help="of the labels; default: 0")
+    add_run_arguments(maps, "sensitivity", sensitivity_maps)
+    said = "kl: divergence from the untouched model, whose first order is zero"
+    add_parameter(maps, sensitivity_maps, "loss", said, choices=("next_token", "kl"))
+    add_parameter(maps, sensitivity_maps, "samples", "labels drawn for the Fisher part")
+    add_parameter(maps, sensitivity_maps, "seed", "of the labels", type=SEED)
     maps.add_argument("--rank", type=int, help="cut every state to this rank at every boundary, and derive through the cut")
     maps.add_argument(
         "--frozen-basis", action="store_true", help="with --rank: take the kept directions for constants in the derivative"
     )
     maps.add_argument("--validate", action="store_true", help="measure removals on the same tokens")
     maps.add_argument(
-        "--directions", type=int, help="with --validate: directions measured, drawn at random; 0: all; default: 128"
+        "--directions",
+        type=int,
+        help="with --validate: directions measured, drawn at random; 0: all; "
+        f"default: {default_of(validation.removals, 'directions')}",
     )
     maps.add_argument(
         "--dear",
@@ -42,8 +43,6 @@ def add_sensitivity(commands) -> None:
 
 def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
     """Run sensitivities, and on request measured removals, and print what they say."""
-    from jaxdelta.analysis.sensitivity import validation
-    from jaxdelta.analysis.sensitivity.maps import sensitivity_maps
     from jaxdelta.report import sensitivity as report
     from jaxdelta.results.folder import finished_rows, to_zarr, write_whole
     from jaxdelta.runs.interventions import Truncate
@@ -53,12 +52,13 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
     for option in ("directions", "dear"):
         if getattr(arguments, option) not in (None, False) and not arguments.validate:
             raise ValueError(f"--{option} is for --validate, which measures removals")
-    directions = 128 if arguments.directions is None else arguments.directions
+    directions = arguments.directions
+    if directions is None:
+        directions = default_of(validation.removals, "directions")
     if directions < 0:
         raise ValueError(f"--directions is {directions}; expected at least 1, or 0 for all")
     out, model, documents = opened(arguments, "sensitivity")
     with progress(console) as bar:
-        task = bar.add_task("running segments (the first compiles)", total=None)
         maps = sensitivity_maps(
             model,
             documents,
@@ -70,12 +70,11 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
             frozen_basis=arguments.frozen_basis,
             out=out,
             name=arguments.model,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=follow(bar, RUNNING),
         )
         removals = out / "removals"
         rows = finished_rows(removals)  # of an earlier call: what was measured of these maps
         if arguments.validate:
-            task = bar.add_task("measuring removals", total=len(documents))
             rows = validation.removals(
                 model,
                 documents,
@@ -85,7 +84,7 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
                 seed=arguments.seed,
                 out=removals,
                 name=arguments.model,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                progress=follow(bar, "measuring removals", total=len(documents)),
             )
     comparisons = [] if rows is None else validation.from_rows(rows)
     scores = [s for c in comparisons for s in validation.scores(c)]

@@ -2,8 +2,9 @@
 
 import argparse
 
-from jaxdelta.cli.arguments import add_run_arguments, opened, ranks
-from jaxdelta.cli.progress import progress
+from jaxdelta.analysis.sweep import sweep
+from jaxdelta.cli.arguments import add_parameter, add_run_arguments, opened, ranks
+from jaxdelta.cli.progress import RUNNING, follow, progress
 from jaxdelta.report.terminal import Output
 
 DEFAULT_RANKS = (1, 2, 4, 8, 12, 16, 32)
@@ -17,7 +18,7 @@ def add_sweep(commands) -> None:
         description="Cut every carried state to r singular directions at each boundary, and print what the model loses.",
     )
     cut.set_defaults(call=sweep_command)
-    add_run_arguments(cut, "sweep")
+    add_run_arguments(cut, "sweep", sweep)
     cut.add_argument(
         "--ranks",
         type=ranks,
@@ -25,12 +26,8 @@ def add_sweep(commands) -> None:
         help="directions kept, 1 to min(K, V); the untouched model is always run; "
         f"default: those of {','.join(map(str, DEFAULT_RANKS))} below min(K, V)",
     )
-    cut.add_argument(
-        "--scope",
-        choices=("all", "layer", "head"),
-        default="all",
-        help="what is cut together: all heads, those of one linear layer at a time, or one head at a time; default: all",
-    )
+    said = "what is cut together: all heads, those of one linear layer at a time, or one head at a time"
+    add_parameter(cut, sweep, "scope", said, choices=("all", "layer", "head"))
     cut.add_argument(
         "--layers",
         type=ranks,
@@ -38,13 +35,8 @@ def add_sweep(commands) -> None:
         help="layers of the model that a narrower scope goes through",
     )
     cut.add_argument("--heads", type=ranks, metavar="H,H,...", help="heads that the scope head goes through")
-    cut.add_argument(
-        "--copy-gap",
-        type=int,
-        default=512,
-        metavar="TOKENS",
-        help="a copy token ends a bigram that occurred more than this many tokens earlier; default: 512",
-    )
+    said = "a copy token ends a bigram that occurred more than this many tokens earlier"
+    add_parameter(cut, sweep, "copy_gap", said, metavar="TOKENS")
     cut.add_argument(
         "--method",
         choices=("subspace", "eigh", "svd"),
@@ -57,13 +49,11 @@ def add_sweep(commands) -> None:
 
 def sweep_command(arguments: argparse.Namespace, console: Output) -> None:
     """Run a sweep, write its figure and print its table."""
-    from jaxdelta.analysis.sweep import sweep
     from jaxdelta.report import sweep as report
 
     out, model, documents = opened(arguments, "sweep")
     kept = arguments.ranks or [r for r in DEFAULT_RANKS if r < model.config.max_rank]
     with progress(console) as bar:
-        task = bar.add_task("running segments (the first compiles)", total=None)
         rows = sweep(
             model,
             documents,
@@ -77,7 +67,7 @@ def sweep_command(arguments: argparse.Namespace, console: Output) -> None:
             batch=arguments.batch,
             out=out,
             name=arguments.model,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=follow(bar, RUNNING),
         )
     figures = report.write_figures(rows, out)
     console.print(report.table(rows))

@@ -357,7 +357,7 @@ def test_running_out_of_device_memory_is_told_in_a_line(monkeypatch, capsys, pla
     def exhausted(*arguments, **keywords):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 624000000000 bytes.")
 
-    monkeypatch.setattr("jaxdelta.analysis.sweep.sweep", exhausted)
+    monkeypatch.setattr("jaxdelta.cli.sweep.sweep", exhausted)
     with pytest.raises(SystemExit) as exit:
         cli.main(["sweep", str(place / "model"), "--documents", str(place / "a.txt")])
     assert exit.value.code == 1
