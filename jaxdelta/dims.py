@@ -15,7 +15,7 @@ float64, whatever jax's setting, and come back as numpy arrays (:func:`keeps_f64
 a model or a carry compute in the model's dtype.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TypeAlias
 
@@ -74,6 +74,22 @@ def as_matrices(S: AnyArray) -> Array:
 def along_last(x: Array, like: Array) -> Array:
     """A vector as the last axis of arrays like ``like``, for users who have jax refuse that it adds axes."""
     return x.reshape(*(1,) * (like.ndim - 1), -1)
+
+
+def filled_up(arrays: Sequence[AnyArray], value: float | int = 0) -> list[AnyArray]:
+    """Arrays of as many axes, each filled up with ``value`` to the largest size of any along every axis."""
+    sizes = np.max([x.shape for x in arrays], axis=0)
+    found = []
+    for x in arrays:
+        pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+        missing = [(0, int(n)) for n in sizes - x.shape]
+        found.append(pad(x, missing, constant_values=value) if np.any(missing) else x)
+    return found
+
+
+def stacked_alike(arrays: Sequence[Array]) -> Array:
+    """Arrays along a new first axis, those that are smaller than others filled up with zeros."""
+    return jnp.stack(filled_up(arrays))
 
 
 def first(count: Int[Array, "*batch"], size: int) -> Bool[Array, "*batch size"]:

@@ -9,6 +9,7 @@ and every logit is compared. Exit status: 0 all bounds hold, 1 one is broken, 2 
 import argparse
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -259,10 +260,9 @@ def failure(side: str, work: Path, code: int, noise: str) -> Exception:
 def disk_bytes(info: Info, splits: Sequence[int]) -> int:
     """Bytes of what the reference writes: f32 logits of each token, keys and values, and the states after each segment."""
     c, tokens = info.config, sum(splits)
-    linear = len(c.linear_layers)
-    state = c.num_value_heads * c.key_dim * c.value_dim + (c.conv_width - 1) * c.conv_channels
+    states = sum(math.prod(s.state) + (s.conv_width - 1) * s.conv_channels for s in c.linear_sizes)
     cache = sum(2 * sizes.num_kv_heads * sizes.head_dim for sizes in c.attention_sizes)
-    return 4 * (tokens * (c.vocab_size + cache) + len(splits) * linear * state)
+    return 4 * (tokens * (c.vocab_size + cache) + len(splits) * states)
 
 
 def check_disk(work: Path, needed: int, console: Console) -> None:

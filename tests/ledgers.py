@@ -6,8 +6,7 @@ import numpy as np
 import xarray as xr
 
 import jaxdelta as jd
-from jaxdelta.analysis.transitions.maps import _dataset, measures, whole_defects
-from jaxdelta.analysis.transitions.windows import WindowStream
+from jaxdelta.analysis.transitions.maps import _dataset, measures, whole_defects, window_streams
 from tests.helpers import unit_keys
 
 # k [T * n, H, K], beta [T * n, H] and g [T, H] of each linear layer
@@ -27,14 +26,13 @@ def ledger(documents: Sequence[Text], windows: Sequence[int]) -> xr.Dataset:
     )
     parts = []
     for i, text in enumerate(documents):
-        stream = WindowStream(windows, layers=layers, heads=k.shape[1], key_dim=k.shape[-1], num_householder=n)
-        of_layers = []
-        for layer, arrays in enumerate(text):
-            stream.add(layer, *arrays)
+        streams, of_layers = window_streams(config, windows), []
+        for stream, arrays in zip(streams, text, strict=True):
+            stream.add(*arrays)
             of_layers.append(measures(*arrays, n))
         tokens = {name: np.stack([m[name] for m in of_layers], axis=1) for name in of_layers[0]}
         defect = np.array([whole_defects(k[:n], beta[:n], g[0]) for k, beta, g in text])
-        parts.append(_dataset(config, f"d{i}", tokens, 1, defect, stream.finish()))
+        parts.append(_dataset(config, f"d{i}", tokens, 1, defect, [stream.finish() for stream in streams]))
     return xr.concat(parts, "document", join="outer", data_vars="minimal", coords="minimal", compat="override")
 
 

@@ -35,8 +35,22 @@ def head_coordinates(config: DecoderConfig) -> dict[str, Any]:
     return {
         "layer": list(config.linear_layers),
         "linear_layer": ("layer", np.arange(len(config.linear_layers))),
-        "head": np.arange(config.num_value_heads),
+        "head": np.arange(config.largest_state.heads),
     }
+
+
+def without_padding(config: DecoderConfig, data: xr.Dataset) -> xr.Dataset:
+    """``data`` over directions of stacked states, where layers differ in size: NaN for heads and directions that a layer
+    does not have, True in flags."""
+    shapes = [c.state for c in config.linear_sizes]
+    if len(set(shapes)) < 2:
+        return data
+    heads, directions = (xr.DataArray([getattr(s, name) for s in shapes], dims="layer") for name in ("heads", "directions"))
+    data = data.isel(direction=slice(config.max_rank))
+    has = data["head"] < heads
+    has_direction = has & (data["direction"] < directions)
+    masks = {x: has_direction if "direction" in v.dims else has for x, v in data.items() if "head" in v.dims}
+    return data.assign({x: data[x].where(m, True if data[x].dtype == bool else np.nan) for x, m in masks.items()})
 
 
 def labelled(data: xr.Dataset, words: Mapping[str, tuple[str, str]]) -> xr.Dataset:

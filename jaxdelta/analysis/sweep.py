@@ -138,7 +138,7 @@ def make_worlds(
         raise ValueError(f"ranks {ranks}: expected whole numbers from 1 to min(K, V) = {config.max_rank}")
     through = {
         "layers": (layers, config.linear_layers, scope != "all"),
-        "heads": (heads, range(config.num_value_heads), scope == "head"),
+        "heads": (heads, range(config.largest_state.heads), scope == "head"),
     }
     places = []
     for name, (asked, known, goes) in through.items():
@@ -151,13 +151,21 @@ def make_worlds(
         if not chosen or not set(chosen) <= set(known):
             raise ValueError(f"{name} {chosen}: expected some of {list(known)}")
         places.append(chosen)
-    cut = [World(r, layer, head) for r in ranks if r < config.max_rank for layer in places[0] for head in places[1]]
+    states = {layer: c.state for layer, c in zip(config.linear_layers, config.linear_sizes, strict=True)}
+    cut = [
+        World(rank, layer, head)
+        for rank in ranks
+        for layer in places[0]
+        for head in places[1]
+        if rank < (config.max_rank if layer is None else states[layer].directions)
+        and (head is None or head < states[layer].heads)
+    ]
     return [World(config.max_rank), *cut]
 
 
 def rank_array(config: DecoderConfig, world: World) -> np.ndarray:
     """Directions kept, int [L, H], of a world."""
-    rank = np.full((len(config.linear_layers), config.num_value_heads), config.max_rank, np.int32)
+    rank = np.full((len(config.linear_layers), config.largest_state.heads), config.max_rank, np.int32)
     layer = slice(None) if world.layer is None else config.linear_layers.index(world.layer)
     rank[layer, slice(None) if world.head is None else world.head] = world.rank
     return rank

@@ -1,6 +1,7 @@
 """``jaxdelta info``: what a checkpoint is."""
 
 import argparse
+from collections import Counter
 
 from jaxdelta.checkpoints import inspect
 from jaxdelta.cli.arguments import MODEL_HELP, add_revision, add_segment
@@ -30,12 +31,14 @@ def info_command(arguments: argparse.Namespace, console: Output) -> None:
     c = info.config
     linear, attention = len(c.linear_layers), c.num_layers - len(c.linear_layers)
     writes = f", {c.num_householder} writes a token" if c.num_householder > 1 else ""
+    shapes = Counter(sizes.state for sizes in c.linear_sizes)
+    states = ", ".join(f"{n} layers x {H} heads of {K} x {V}" for (H, K, V), n in shapes.items()) or "0 layers"
     ignored = ", ".join(f"{len(names)} of {group}" for group, names in info.ignored.items()) or "none"
     stored = ", ".join(f"{count} in {kind}" for kind, count in info.stored_dtypes.items())
     about = {
         "folder": str(info.folder) + (f" (revision {info.revision})" if info.revision else ""),
         "architecture": f"{c.title}, {c.num_layers} layers: {linear} {c.linear_title}, {attention} attention",
-        "states": f"{linear} layers x {c.num_value_heads} heads of {c.key_dim} x {c.value_dim} (K x V){writes}",
+        "states": f"{states} (K x V){writes}",
         "width, MLP, vocabulary": f"{c.width}, {c.mlp_width}, {c.vocab_size} ({'tied' if c.tied else 'untied'} head)",
         "parameters": f"{info.num_parameters:,} in {info.num_tensors} tensors: {stored}",
         "weights": ", ".join(info.files) + (f"; not read: {', '.join(info.unread)}" if info.unread else ""),

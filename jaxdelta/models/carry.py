@@ -2,16 +2,20 @@
 
 A run keeps it in two parts: the recurrent part is small and may be kept for every segment; key/value caches are only ever
 appended to, and are handed on.
+
+Whatever looks at the states of all layers takes them in one array [L, B, H, K, V] (:func:`stacked`). Where layers differ in
+size, H, K and V are the largest of any layer, and what a layer does not have is zero: a matrix filled up with zeros has the
+singular values and vectors of the matrix, and zeros beside them. :func:`with_stacked` takes each layer's own part.
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxdelta.arguments import shown
-from jaxdelta.dims import State
+from jaxdelta.dims import AnyArray, stacked_alike
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.nn.attention import AttentionCarry
 from jaxdelta.nn.mixer import LinearCarry
@@ -33,7 +37,7 @@ class Recurrent(NamedTuple):
     """The part of a carry that may be kept for every segment.
 
     Attributes:
-        S: Float[L B H K V], all linear layers.
+        S: Float[L B H K V], all linear layers, filled up with zeros where they differ in size.
         tails: of each linear layer the conv tail, [B, W-1, E].
         position: Int[B].
     """
@@ -44,9 +48,10 @@ class Recurrent(NamedTuple):
 
 
 Caches = tuple[AttentionCarry, ...]
+States = Float[AnyArray, "B _ _ _"]  # [B, H, K, V] of one layer among others, whose sizes may be other ones
 
 
-def states(carry: Carry) -> list[State]:
+def states(carry: Carry) -> list[States]:
     """S of each linear layer in depth order, [B, H, K, V], in the carry's own dtype.
 
     Raises:
@@ -62,7 +67,7 @@ def states(carry: Carry) -> list[State]:
     return list(found.values())
 
 
-def with_states(carry: Carry, S: list[State] | tuple[State, ...]) -> Carry:
+def with_states(carry: Carry, S: list[States] | tuple[States, ...]) -> Carry:
     """``carry`` with other states, one for each linear layer, in the dtype of those they replace.
 
     Raises:
@@ -86,8 +91,33 @@ def with_states(carry: Carry, S: list[State] | tuple[State, ...]) -> Carry:
 
 
 def stacked(carry: Carry) -> Float[Array, "L B H K V"]:
-    """The states of all linear layers in one array."""
-    return jnp.stack(states(carry))
+    """The states of all linear layers in one array, filled up with zeros to the largest H, K and V."""
+    return stacked_alike(states(carry))
+
+
+def with_stacked(carry: Carry, S: Float[Array, "L B H K V"]) -> Carry:
+    """``carry`` with the states of one array, of each layer the part that it has."""
+    return with_states(carry, [own(x, s.shape[1:]) for x, s in zip(S, states(carry), strict=True)])
+
+
+def own(S: Float[AnyArray, "*batch H K V"], shape: tuple[int, int, int]) -> Float[AnyArray, "*batch h k v"]:
+    """The part of a layer's states that was not filled up, for a layer of H, K and V = ``shape``."""
+    H, K, V = shape
+    return S[..., :H, :K, :V]
+
+
+def full_ranks(carry: Carry) -> Int[np.ndarray, "L H"]:
+    """Of each head min(K, V), the rank of its untouched state; 0 for heads that a layer does not have."""
+    shapes = [S.shape[1:] for S in states(carry)]
+    H = max((h for h, _, _ in shapes), default=0)
+    return np.array([[min(k, v) if head < h else 0 for head in range(H)] for h, k, v in shapes])
+
+
+def by_head(value: Any, S: Float[Array, "L B H K V"], dtype: Any) -> Array:
+    """An array over [B, L, H, ...] in the order of stacked states, [L, B, H, ...]; leading axes broadcast."""
+    L, B, H = S.shape[:3]
+    value = np.asarray(value, dtype)
+    return jnp.asarray(np.moveaxis(np.broadcast_to(value, (B, L, H, *value.shape[3:])), 0, 1))
 
 
 def split(carry: Carry) -> tuple[Recurrent, Caches]:
@@ -99,7 +129,9 @@ def split(carry: Carry) -> tuple[Recurrent, Caches]:
 
 def join(config: DecoderConfig, recurrent: Recurrent, caches: Caches) -> Carry:
     """The carry of both parts."""
-    linear = iter([LinearCarry(S, tail) for S, tail in zip(recurrent.S, recurrent.tails, strict=True)])
+    sizes = [c.state for c in config.linear_sizes]
+    parts = zip(recurrent.S, sizes, recurrent.tails, strict=True)
+    linear = iter([LinearCarry(own(S, shape), tail) for S, shape, tail in parts])
     attention = iter(caches)
     layers = tuple(next(linear) if kind == "linear" else next(attention) for kind in config.layer_kinds)
     return Carry(layers, recurrent.position)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from jaxdelta.nn.sizes import AttentionSizes, LinearSizes
+from jaxdelta.nn.sizes import AttentionSizes, LinearSizes, StateShape
 
 LayerKind = Literal["linear", "attention"]
 Family = Literal["delta_net", "gated_deltanet", "gated_deltaproduct"]
@@ -74,9 +74,21 @@ class DecoderConfig:
         )
 
     @property
-    def conv_channels(self) -> int:
-        """E of a linear layer: queries, keys and values side by side."""
-        return self.linear_of(0).conv_channels
+    def linear_sizes(self) -> tuple[LinearSizes, ...]:
+        """Of each linear layer in depth order its sizes, which may differ."""
+        return tuple(self.linear_of(layer) for layer in self.linear_layers)
+
+    @property
+    def largest_state(self) -> StateShape:
+        """The largest H, K and V of any linear layer: what states of all layers in one array are filled up to."""
+        shapes = [c.state for c in self.linear_sizes] or [StateShape(0, 0, 0)]
+        return StateShape(*map(max, zip(*shapes, strict=True)))
+
+    @property
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        """(layer of the model, value head) of every head that has a state."""
+        sizes = zip(self.linear_layers, self.linear_sizes, strict=True)
+        return tuple((layer, head) for layer, c in sizes for head in range(c.num_value_heads))
 
     @property
     def attention_sizes(self) -> tuple[AttentionSizes, ...]:
@@ -89,8 +101,8 @@ class DecoderConfig:
 
     @property
     def max_rank(self) -> int:
-        """The rank of an untouched state, min(K, V)."""
-        return min(self.key_dim, self.value_dim)
+        """The rank of an untouched state, min(K, V), in the layer where that is largest."""
+        return max((c.state.directions for c in self.linear_sizes), default=0)
 
     def _check_sizes(self, *may_be_zero: str) -> None:
         for name, size in vars(self).items():

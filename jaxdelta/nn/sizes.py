@@ -1,7 +1,20 @@
 """Sizes of one layer, whatever model it stands in."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+
+class StateShape(NamedTuple):
+    """Of a linear layer's states: H value heads of K x V."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def directions(self) -> int:
+        """Singular directions of a state: the rank of an untouched one."""
+        return min(self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,11 @@ class LinearSizes:
     output_gate: Literal["silu", "sigmoid"] | None = "silu"
     qk_activation: Literal["silu", "relu", "elu", "identity"] = "silu"
     qk_norm: Literal["l2", "sum"] = "l2"
+
+    @property
+    def state(self) -> StateShape:
+        """Shape of the states."""
+        return StateShape(self.num_value_heads, self.key_dim, self.value_dim)
 
     @property
     def conv_channels(self) -> int:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Shaped
 
@@ -79,9 +80,12 @@ def gates(S: Matrices, G: Float[AnyArray, "R *batch K V"]) -> tuple[Float[Array,
     return sigma, jnp.moveaxis(found, -2, 0)
 
 
-def below_rounding(sigma: Float[AnyArray, "*batch D"], K: int, V: int) -> Bool[AnyArray, "*batch D"]:
-    """Which directions of f32 states [K, V] are zero, NaN, or below max(K, V) eps(f32) sigma_1, the state's rounding."""
-    return ~((sigma >= max(K, V) * float(jnp.finfo(jnp.float32).eps) * sigma[..., :1]) & (sigma > 0))
+def below_rounding(sigma: Float[AnyArray, "*batch D"], size: int | Float[np.ndarray, "..."]) -> Bool[AnyArray, "*batch D"]:
+    """Which directions of f32 states are zero, NaN, or below max(K, V) eps(f32) sigma_1, the state's rounding.
+
+    ``size`` is max(K, V), or an array of them over trailing axes of ``sigma``.
+    """
+    return ~((sigma >= size * np.finfo(np.float32).eps * sigma[..., :1]) & (sigma > 0))
 
 
 def _wide(S: Matrices) -> Array:

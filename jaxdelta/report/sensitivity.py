@@ -95,11 +95,13 @@ def head_rows(maps: xr.Dataset) -> pa.Table:
     by_document = {name: x.transpose("document", "layer", "head").values for name, x in columns.items()}
     every = {name: np.concatenate([x.mean(axis=0, keepdims=True), x]) for name, x in by_document.items()}
     documents, layers, heads = [None, *map(str, maps.document.values)], maps.layer.values, maps["head"].values
+    has = ~np.isnan(every["output_effect"][0])  # layers may have different numbers of heads
     return pa.Table.from_pylist(
         [
             {"document": documents[i], "layer": int(layers[l]), "linear_layer": l, "head": int(heads[h])}
             | {name: float(x[i, l, h]) for name, x in every.items()}
-            for i, l, h in np.ndindex(len(documents), len(layers), len(heads))
+            for i in range(len(documents))
+            for l, h in np.argwhere(has).tolist()
         ]
     )
 
@@ -133,21 +135,31 @@ def write_scores(scores: Sequence[Score], folder: Path) -> Path:
 def head_figure(maps: xr.Dataset, comparisons: Sequence[Comparison] = ()) -> Figure:
     """Layer x head maps of the estimates, and under each, where there is one, the measured map."""
     importance = head_importance(maps).mean("document")
-    measured = {c.kind: c.measured.mean(axis=0) for c in comparisons}
+    measured = {c.kind: _by_head(importance, c) for c in comparisons if c.kind in importance}
     rows = 2 if {"head_output", "head_state"} <= measured.keys() else 1
     figure = Figure(figsize=(9, 1.2 + rows * (0.9 + 0.22 * importance.sizes["layer"])), layout="constrained")
     axes = figure.subplots(rows, 3, squeeze=False)
     panels = (("head_output", "output removed"), ("head_state", "state removed at every boundary"), ("michel", "Michel"))
     for column, (name, title) in enumerate(panels):
         predicted = importance[name].values
-        values = [predicted] if name not in measured else [predicted, measured[name].reshape(predicted.shape)]
-        largest = max(np.abs(v).max() for v in values)
+        values = [predicted] if name not in measured else [predicted, measured[name]]
+        largest = max(np.nanmax(np.abs(v)) for v in values)
         for row, shown in enumerate(values):
             label = f"{title}: {('estimated', 'measured')[row]}" if name != "michel" else "Michel, scaled within a layer"
             _heat(figure, axes[row, column], shown, importance.layer.values, label, largest, name != "michel")
         for row in range(len(values), rows):
             axes[row, column].axis("off")
     return figure
+
+
+def _by_head(importance: xr.Dataset, comparison: Comparison) -> np.ndarray:
+    """The measured effects of heads or layers as ``importance`` has its estimates, NaN where nothing was measured."""
+    like = importance[comparison.kind]
+    found = np.full(like.shape, np.nan)
+    effects = comparison.measured.mean(axis=0)
+    for unit, effect in zip(comparison.units, effects, strict=True):
+        found[tuple(like[d].values.tolist().index(x) for d, x in zip(like.dims, unit, strict=True))] = effect
+    return found
 
 
 def _heat(figure: Figure, axes: Axes, values: np.ndarray, layers: np.ndarray, title: str, largest: float, signed: bool):

@@ -31,7 +31,7 @@ def tables(ledger: xr.Dataset) -> list[Sheet]:
 
 def transition_table(ledger: xr.Dataset, rows: list[dict]) -> Sheet:
     """beta, eigenvalues, decays, pin and active rank of each layer; all of them last."""
-    every, n, K = rows[0], ledger.attrs["num_householder"], ledger.attrs["key_dim"]
+    every, n, K = rows[0], ledger.attrs["num_householder"], _sizes(ledger.key_dim)
     documents = ledger.sizes["document"]
     view = Sheet(
         f"{every['transitions']:,} transitions of a token: n_h = {n}, K = {K}, {documents} documents",
@@ -55,8 +55,13 @@ def transition_table(ledger: xr.Dataset, rows: list[dict]) -> Sheet:
     return view
 
 
+def _sizes(of_layers: xr.DataArray) -> str:
+    low, high = int(of_layers.min()), int(of_layers.max())
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
 def _pin(ledger: xr.Dataset, every: dict) -> str:
-    n, K = ledger.attrs["num_householder"], ledger.attrs["key_dim"]
+    n, K = ledger.attrs["num_householder"], int(ledger.key_dim.min())
     off = f"off: the largest |rho / alpha - 1|, {every['taken_whole']:,} transitions taken whole as K x K. "
     keys = f"|k|² is {every['key_norm2_smallest']:.7f} to {every['key_norm2_largest']:.7f}. "
     if n >= K:
@@ -178,7 +183,7 @@ def _ridge(axes: Axes, base: int, of_heads: np.ndarray, edges: np.ndarray) -> No
     """A histogram on a line of its own, and a tick at each head's median."""
     heights = of_heads.sum(axis=0)
     axes.stairs(base + 0.9 * heights / max(heights.max(), 1), edges, baseline=base, fill=True, color="C0", alpha=0.5)
-    medians = [_median(counts, edges) for counts in of_heads]
+    medians = [_median(counts, edges) for counts in of_heads if counts.any()]
     axes.plot(medians, np.full(len(medians), base + 0.08), "|", color="0.15", markersize=6)
 
 
@@ -195,8 +200,7 @@ def spectrum_figure(ledger: xr.Dataset) -> Figure:
     spectra, dims = figure.subplots(1, 2)
     for i, w in enumerate(lengths):
         at = ledger.sel(window=w)
-        weights = at["count"] / at["count"].sum()
-        kept = (at.kept.fillna(0) * weights).sum("document").mean(("layer", "head"))
+        kept = at.kept.weighted(at["count"]).mean(("document", "layer", "head"))
         spectra.plot(np.arange(1, kept.size + 1), kept, color=_shade(i, lengths), label=f"{w}")
     spectra.set_xlabel("direction")
     spectra.set_ylabel("singular value of the product, mean")

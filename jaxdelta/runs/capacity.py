@@ -1,5 +1,6 @@
 """How much memory a segmented run needs, and how many rows of a batch fit."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from jaxdelta.models import build
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.nn.attention import QUERY_BLOCK
 from jaxdelta.nn.head import LOGITS_AT_ONCE
+from jaxdelta.nn.sizes import LinearSizes
 from jaxdelta.ops.delta_rule import CHUNK_SIZE
 
 SHARE = 0.7  # of the device's memory; the rest is for fragmentation and for what the estimate does not see
@@ -50,18 +52,32 @@ def run_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: i
     model = nnx.eval_shape(lambda: build(config, dtype=jnp.dtype(dtype)))
     carry = jax.eval_shape(lambda: model.init_carry(1, max_length))
     c, size = config, jnp.dtype(dtype).itemsize
-    states = len(c.linear_layers) * c.num_value_heads * c.key_dim * c.value_dim * 4
     mlp = segment * (3 * c.mlp_width + 2 * c.width) * size
-    mixer = segment * (
-        2 * c.conv_channels * size + 4 * (c.conv_channels + 6 * CHUNK_SIZE * c.num_householder * c.num_value_heads)
-    )
+    mixer = segment * max((_mixer(sizes, size) for sizes in c.linear_sizes), default=0)
     attention = 8 * min(segment, QUERY_BLOCK) * c.num_query_heads * max_length if "attention" in c.layer_kinds else 0
     return RunMemory(
         parameters=_bytes(nnx.state(model)),
-        row_carry=_bytes(carry) + 2 * states,
+        row_carry=_bytes(carry) + 2 * _states(c),
         row_work=max(mlp, mixer, attention),
         logits=4 * max(LOGITS_AT_ONCE, c.vocab_size),
     )
+
+
+def _states(config: DecoderConfig) -> int:
+    """Bytes of the states of one row in one array."""
+    return 4 * len(config.linear_layers) * math.prod(config.largest_state)
+
+
+def _mixer(sizes: LinearSizes, size: int) -> int:
+    """Bytes of a linear layer's activations for a token of ``size`` bytes an entry, at their peak."""
+    writes = CHUNK_SIZE * sizes.num_householder * sizes.num_value_heads
+    return 2 * sizes.conv_channels * size + 4 * (sizes.conv_channels + 6 * writes)
+
+
+def _mixer_and_tape(sizes: LinearSizes, size: int) -> int:
+    """:func:`_mixer` where reverse mode keeps what it needs."""
+    (H, K, V), E, C = sizes.state, sizes.conv_channels, CHUNK_SIZE * sizes.num_householder
+    return size * (3 * E + 6 * H * V) + 4 * (2 * E + 6 * H * (K + V) + 8 * H * C + H * K * V // 16)
 
 
 def reverse_fits(config: DecoderConfig, *, dtype: str, segment: int, max_length: int, cotangents: int) -> bool:
@@ -107,19 +123,17 @@ def reverse_memory(config: DecoderConfig, *, dtype: str, segment: int, max_lengt
     """
     run = run_memory(config, dtype=dtype, segment=segment, max_length=max_length)
     c, size = config, jnp.dtype(dtype).itemsize
-    H, K, V, C = c.num_value_heads, c.key_dim, c.value_dim, CHUNK_SIZE * c.num_householder
     linear, attention = len(c.linear_layers), c.num_layers - len(c.linear_layers)
-    states = linear * H * K * V * 4
-    tails = linear * (c.conv_width - 1) * c.conv_channels * size
+    states = _states(c)
+    tails = sum((sizes.conv_width - 1) * sizes.conv_channels for sizes in c.linear_sizes) * size
     cache = run.row_carry - 3 * states - tails
     stream = size * (6 * c.width + 4 * c.mlp_width)
-    mixer = size * (3 * c.conv_channels + 6 * H * V) + 4 * (
-        2 * c.conv_channels + 6 * H * (K + V) + 8 * H * C + H * K * V // 16
-    )
+    mixers = [_mixer_and_tape(sizes, size) for sizes in c.linear_sizes]
+    gates = sum((sizes.num_householder + 1) * sizes.num_value_heads for sizes in c.linear_sizes)
     scores = 4 * c.num_query_heads * max_length if attention else 0  # of one query; five arrays of them live at once
     # Cotangents are pulled back one after the other: one layer's work, and of each what it hands out.
-    pulled = 2 * (stream + mixer) + cotangents * 4 * (c.width * (linear + 2) + (c.num_householder + 1) * linear * H)
-    token = linear * (stream + mixer) + attention * (stream + size * 12 * c.width) + pulled
+    pulled = 2 * (stream + max(mixers, default=0)) + cotangents * 4 * (c.width * (linear + 2) + gates)
+    token = linear * stream + sum(mixers) + attention * (stream + size * 12 * c.width) + pulled
     count = -(-max_length // segment)
     kept = count * (states + tails)
     wide_cache = cache * 4 // size

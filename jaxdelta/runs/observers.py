@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import AnyArray
+from jaxdelta.dims import AnyArray, stacked_alike
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.nn.head import token_losses
 
@@ -78,9 +78,12 @@ class Seen:
         self.arrays: dict[str, dict[int, Array]] = {}
 
     def stacked(self, name: str, layers: Sequence[int] | None = None) -> Array:
-        """An array of chosen layers along a new first axis; of all that have it, in depth order, where None."""
+        """An array of chosen layers along a new first axis; of all that have it, in depth order, where None.
+
+        Where layers differ in size, what one does not have is zero.
+        """
         found = self.arrays[name]
-        return jnp.stack([found[layer] for layer in (sorted(found) if layers is None else layers)])
+        return stacked_alike([found[layer] for layer in (sorted(found) if layers is None else layers)])
 
 
 @runtime_checkable
@@ -120,7 +123,7 @@ class HiddenStates:
 
 @dataclass(frozen=True)
 class Named:
-    """Arrays as they are, stacked in depth order.
+    """Arrays as they are, stacked in depth order; where layers differ in size, what one does not have is zero.
 
     Attributes:
         names: of the arrays.

@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxdelta.dims import first
-from jaxdelta.models.carry import Caches, Carry, Recurrent, join, split, stacked, with_states
+from jaxdelta.dims import first, stacked_alike
+from jaxdelta.models.carry import Caches, Carry, Recurrent, join, split, stacked, with_stacked
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.runs.interventions import Intervention, started
@@ -72,7 +72,7 @@ class Tape(NamedTuple):
     def arriving(self, index: int) -> Carry:
         """The carry that arrives at the boundary before a segment, where there is an intervention."""
         start = self.starts[index]
-        return with_states(join(self.config, start.recurrent, self.caches), list(start.arriving))
+        return with_stacked(join(self.config, start.recurrent, self.caches), start.arriving)
 
     def states_at(self, boundary: int) -> Float[Array, "L B H K V"]:
         """The states that the segment after a boundary reads; ValueError where the text has none there."""
@@ -224,8 +224,8 @@ def _program(model: Decoder, tape: Tape) -> tuple[Program, tuple[Array, ...]]:
     derivatives are taken, of beta, g, heads and outputs."""
     B, T, wide = len(tape.text.lengths), tape.text.segment, jnp.promote_types(model.dtype, jnp.float32)
     edits, values = [], []
-    for layer in model.config.linear_layers:
-        H, n = model.config.num_value_heads, model.config.num_householder
+    for layer, sizes in zip(model.config.linear_layers, model.config.linear_sizes, strict=True):
+        H, n = sizes.num_value_heads, sizes.num_householder
         edits += [
             Edit("beta", added, layer),
             Edit("g", added, layer),
@@ -256,7 +256,7 @@ def _pull_cut(intervention, config, start: Start, caches: Caches, state: Array, 
     carry = join(config, start.recurrent, caches)
 
     def cut(S):
-        before = with_states(carry, list(S))
+        before = with_stacked(carry, S)
         change = intervention.frozen if frozen_basis else lambda *x: intervention(*x)[0]
         after = change(before, start.memory)
         kept = [a is b for a, b in zip(_but_states(before), _but_states(after), strict=True)]
@@ -315,7 +315,7 @@ def _pull_segment(
         )
         state, tails, of_caches, of_probes = pull((into_hidden.astype(hidden.dtype), state, into.tails, into_written))
         sums = jax.tree.map(lambda total, new: total + new.astype(total.dtype), into.caches, of_caches)
-        beta, g, output, residual = (jnp.stack(of_probes[i::4]) for i in range(4))
+        beta, g, output, residual = (stacked_alike(of_probes[i::4]) for i in range(4))
         return state, Cotangents(tails, sums), (beta, g, output[:, :, 0, :, 0], residual)
 
     if len(into_hidden) == 1:  # a loop of one turn costs a tenth more

@@ -171,4 +171,4 @@ def test_it_goes_through_every_transformation(how):
 
 def test_below_rounding_is_relative_to_the_largest():
     sigma = np.array([[2.0, 1e-5, 1e-6], [0.0, 0.0, 0.0], [np.nan, np.nan, np.nan]])
-    assert below_rounding(sigma, 31, 24).tolist() == [[False, False, True], [True, True, True], [True, True, True]]
+    assert below_rounding(sigma, 31).tolist() == [[False, False, True], [True, True, True], [True, True, True]]

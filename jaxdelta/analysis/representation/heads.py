@@ -46,7 +46,7 @@ def head_accuracies(model: Decoder, words: Words) -> HeadAccuracy:
     """
     if model.config.layer_kinds != ("linear",):
         raise ValueError(f"layers are {model.config.layer_kinds}; expected one linear layer")
-    H = model.config.num_value_heads
+    H = model.config.linear_of(0).num_value_heads
     lost = np.concatenate([np.zeros((1, H)), np.eye(H), 1 - np.eye(H)]).astype(bool)
     B, T = words.tokens.shape
     text = Text(np.pad(words.tokens, ((0, 0), (0, 1))), np.full(B, T), segment=T)

@@ -49,7 +49,7 @@ def token_steps(model: Decoder) -> TokenSteps:
     (step,) = iterate(model, text, observers=(observer,))
     (found,) = step.observed
     keys, beta, g = (found[name][0].astype(np.float64) for name in observer.names)
-    shape = (Y, config.num_householder, config.num_value_heads)
+    shape = (Y, config.num_householder, config.linear_of(0).num_value_heads)
     return TokenSteps(keys.reshape(*shape, -1), beta.reshape(shape), np.exp(g[:, 0]))
 
 

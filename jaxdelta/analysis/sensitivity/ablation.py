@@ -120,8 +120,8 @@ def head_effects(
 def without_outputs(config: DecoderConfig, lost: Bool[np.ndarray, "B L H"]) -> tuple[Edit, ...]:
     """Edits after which the heads ``lost`` of a row, by linear layer, give nothing."""
     keep = np.where(lost, np.float32(0), np.float32(1)).transpose(1, 0, 2)[:, :, None, :, None]
-    layers = zip(config.linear_layers, keep, strict=True)
-    return tuple(Edit("head_output", multiplied, layer, values) for layer, values in layers)
+    layers = zip(config.linear_layers, config.linear_sizes, keep, strict=True)
+    return tuple(Edit("head_output", multiplied, layer, x[:, :, : c.num_value_heads]) for layer, c, x in layers)
 
 
 def _parts(items: Sequence, size: int) -> Iterator[Sequence]:

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxdelta.analysis.sensitivity.ablation import Direction, direction_terms, places, without
 from jaxdelta.analysis.sensitivity.objectives import objective_of
 from jaxdelta.dims import HIGHEST, along_last
-from jaxdelta.models.carry import Recurrent
+from jaxdelta.models.carry import Recurrent, own
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.nn.head import log_normalizer, over_words
 from jaxdelta.nn.mixer import LinearCarry, Span
@@ -111,7 +111,7 @@ def exact_local(
         heads = in_layer[chosen]
         whole = S[layer]
         changed = jnp.repeat(whole, len(chosen), axis=0).at[np.arange(len(chosen)), heads].add(-terms[chosen])
-        states = jnp.concatenate([whole, changed])
+        states = own(jnp.concatenate([whole, changed]), model.config.linear_sizes[layer].state)
         for index in range(begin, tape.text.count):
             tail = jnp.asarray(tape.starts[index].recurrent.tails[layer])
             part, length = by_index[index], tape.text.part(index).length

@@ -14,9 +14,12 @@ PARTS = {"output": "segment", "state": "boundary"}  # of a head, and what its de
 
 
 def head_sums(maps: xr.Dataset, part: str) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """Of a part of heads the derivatives summed over the text, and each sample's, None without samples."""
+    """Of a part of heads the derivatives summed over the text, and each sample's, None without samples.
+
+    NaN for heads that a layer does not have.
+    """
     along, sample = PARTS[part], f"head_{part}_sample"
-    return maps[f"head_{part}"].sum(along), maps[sample].sum(along) if sample in maps else None
+    return maps[f"head_{part}"].sum(along, min_count=1), maps[sample].sum(along, min_count=1) if sample in maps else None
 
 
 def head_importance(maps: xr.Dataset) -> xr.Dataset:

@@ -32,11 +32,12 @@ import numpy as np
 import xarray as xr
 
 from jaxdelta.analysis.compare import padded_length
-from jaxdelta.analysis.labels import head_coordinates, labelled
+from jaxdelta.analysis.labels import head_coordinates, labelled, without_padding
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, Loss, OfHidden, OfLogits, has_fisher, objective_of
 from jaxdelta.arguments import shown, whole_number
 from jaxdelta.dims import HIGHEST
 from jaxdelta.documents import Document
+from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder, check_model
 from jaxdelta.ops.directions import below_rounding, gates
 from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
@@ -258,7 +259,7 @@ class _Collected:
     """Arrays of a pull-back as they come, the last segment first, moved to the host a segment late."""
 
     def __init__(self, tape: Tape, samples: int):
-        self.tape, self.samples = tape, samples
+        self.tape, self.text, self.samples = tape, tape.text, samples
         self.parts: list[dict[str, np.ndarray]] = []
         self._waiting: dict[str, Any] | None = None
 
@@ -288,24 +289,22 @@ class _Collected:
     @property
     def boundaries(self) -> np.ndarray:
         """Tokens seen at each boundary after which something is predicted."""
-        return self.tape.text.segment * np.arange(
-            1, 1 + num_boundaries(int(self.tape.text.lengths.max()), self.tape.text.segment)
-        )
+        return self.text.segment * np.arange(1, 1 + num_boundaries(int(self.text.lengths.max()), self.text.segment))
 
     def at_boundaries(self, x: np.ndarray) -> np.ndarray:
         """``x`` [B, N - 1, ...] at the boundaries, NaN where a document has ended and nothing more is predicted."""
-        return _where(self.tape.text.lengths[:, None] > self.boundaries + 1, x[:, : len(self.boundaries)])
+        return _where(self.text.lengths[:, None] > self.boundaries + 1, x[:, : len(self.boundaries)])
 
     def in_segments(self, x: np.ndarray) -> np.ndarray:
         """``x`` [B, N, ...], NaN where a document has ended before the segment begins."""
-        return _where(self.tape.text.lengths[:, None] > self.tape.text.segment * np.arange(self.tape.text.count), x)
+        return _where(self.text.lengths[:, None] > self.text.segment * np.arange(self.text.count), x)
 
     def by_token(self, name: str, steps: int) -> np.ndarray:
         """[B, tokens, L, H, steps] of the first objective, NaN where a document has ended."""
         x = np.moveaxis(self.stacked(name), (0, 1, 2), (1, 3, 0))  # N L B P H -> B N P L H
-        x = np.moveaxis(x.reshape(len(x), self.tape.text.count * self.tape.text.segment, steps, *x.shape[3:]), 2, -1)
-        x = x[:, : self.tape.text.lengths.max()]
-        return _where(np.arange(x.shape[1]) < self.tape.text.lengths[:, None], x)
+        x = np.moveaxis(x.reshape(len(x), self.text.count * self.text.segment, steps, *x.shape[3:]), 2, -1)
+        x = x[:, : self.text.lengths.max()]
+        return _where(np.arange(x.shape[1]) < self.text.lengths[:, None], x)
 
     def by_sample(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """First order [B, N, L, H, ...], and the samples of the summed loss [R, B, N, L, H, ...]."""
@@ -321,18 +320,19 @@ def _where(valid: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: Loss, seed: int, names) -> xr.Dataset:
     """Named arrays of a pull-back."""
-    n = model.config.num_householder
+    c = model.config
+    n = c.num_householder
 
     def first_order(x: np.ndarray) -> np.ndarray:
         return np.where(np.isnan(x), np.nan, 0.0).astype(x.dtype) if loss == "kl" else x
 
     per_head, per_token = ("document", "boundary", "layer", "head"), ("document", "token", "layer", "head")
     sigma = collected.at_boundaries(np.moveaxis(collected.stacked("sigma"), (0, 1, 2), (1, 2, 0)))
+    sizes = np.array([max(sizes.key_dim, sizes.value_dim) for sizes in c.linear_sizes], np.float32)
     beta = first_order(collected.by_token("beta", n))
-    c = model.config
     found: dict[str, tuple] = {
         "sigma": ((*per_head, "direction"), sigma),
-        "below_rounding": ((*per_head, "direction"), below_rounding(sigma, c.key_dim, c.value_dim)),
+        "below_rounding": ((*per_head, "direction"), below_rounding(sigma, sizes[:, None, None])),
         "loss": (("document",), collected.stacked("values").sum(axis=(0, 2), dtype=np.float64) / count),
         "scored": (("document",), count),
         "g_sensitivity": (per_token, first_order(collected.by_token("g", 1)[..., 0])),
@@ -356,7 +356,8 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
     if hasattr(tape.intervention, "without_gap"):
         found["without_gap"] = (("document", "boundary"), collected.at_boundaries(collected.stacked("without_gap").T))
     attrs = _attributes(loss, collected.samples, tape.text.segment, seed, tape.intervention)
-    return labelled(xr.Dataset(found, _coordinates(model, collected, names), attrs), _words(attrs["unit"]))
+    whole = without_padding(c, xr.Dataset(found, _coordinates(collected, c, names), attrs))
+    return labelled(whole, _words(attrs["unit"]))
 
 
 def _words(unit: str) -> dict[str, tuple[str, str]]:
@@ -389,15 +390,15 @@ def _words(unit: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _coordinates(model: Decoder, collected: _Collected, names: Sequence[str]) -> dict[str, Any]:
-    c, tape = model.config, collected.tape
+def _coordinates(collected: _Collected, config: DecoderConfig, names: Sequence[str]) -> dict[str, Any]:
+    text = collected.text
     return {
         "document": list(names),
         "boundary": collected.boundaries,
-        "segment": np.arange(tape.text.count),
-        "token": np.arange(tape.text.lengths.max()),
-        **head_coordinates(c),
-        "direction": np.arange(c.max_rank),
+        "segment": np.arange(text.count),
+        "token": np.arange(text.lengths.max()),
+        **head_coordinates(config),
+        "direction": np.arange(min(config.largest_state[1:])),
     }
 
 
@@ -437,6 +438,6 @@ def tail_effect(maps: xr.Dataset) -> xr.DataArray:
 
 
 def _tail(x: xr.DataArray) -> xr.DataArray:
-    sums = x.isel(direction=slice(None, None, -1)).cumsum("direction", skipna=False).isel(direction=slice(None, None, -1))
+    sums = x.isel(direction=slice(None, None, -1)).cumsum("direction").isel(direction=slice(None, None, -1))
     sums = sums.rename(direction="rank").drop_vars("rank", errors="ignore").pad(rank=(0, 1), constant_values=0)
     return sums.where(x.isel(direction=0, drop=True).notnull()).assign_coords(rank=np.arange(sums.sizes["rank"]))

@@ -209,7 +209,8 @@ def _of_document(
     """The rows of one document; ``maps`` is its own."""
     segment, layers = maps.attrs["segment_tokens"], maps.layer.values.tolist()
     tape, mask = record(model, text_of(model, document.tokens[None], segment=segment)), document.mask
-    heads = [(layer, head) for layer in layers for head in maps["head"].values.tolist()]
+    heads = list(model.config.heads)
+    of_head = _places(("layer", "head"), heads)
     units = {"head": heads, "layer": [(layer,) for layer in layers]}
     rows = []
 
@@ -221,26 +222,26 @@ def _of_document(
                 rows.append((kind, str(document.name), layer, head, at, direction, estimator, float(value)))
 
     measured = ablation.direction_effects(model, tape, mask, boundary, chosen, worlds=worlds)
-    index = {
-        n: xr.DataArray(np.array(x), dims="unit") for n, x in zip(Direction._fields, zip(*chosen, strict=True), strict=True)
-    }
-    gates = [maps[n].sel(boundary=boundary, **index) if n in maps else None for n in ("gate", "gate_sample")]
+    of_direction = _places(Direction._fields, chosen)
+    gates = [maps[n].sel(boundary=boundary, **of_direction) if n in maps else None for n in ("gate", "gate_sample")]
     dearer = _dear(model, tape, mask, boundary, chosen, steps, worlds) if dear else {}
     add("direction", chosen, {MEASURED: measured} | _cheap(*gates, maps.scored) | dearer)
     for part in PARTS:
         first, drawn = head_sums(maps, part)
         for kind, of_kind in units.items():
             measured = ablation.head_effects(model, tape, mask, of_kind, part, worlds=worlds)
-            sums = [
-                None if x is None else x.stack(unit=("layer", "head")) if kind == "head" else x.sum("head")
-                for x in (first, drawn)
-            ]
+            sums = [None if x is None else x.sel(of_head) if kind == "head" else x.sum("head") for x in (first, drawn)]
             predicted = _cheap(*sums, maps.scored)
             if kind == "head":
-                predicted["michel"] = michel(first).stack(unit=("layer", "head")).values
+                predicted["michel"] = michel(first).sel(of_head).values
             add(f"{kind}_{part}", of_kind, {MEASURED: measured} | predicted)
     columns = zip(*rows, strict=True)
     return pa.table([pa.array(x, f.type) for x, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+
+
+def _places(names: Sequence[str], units: Sequence[tuple[int, ...]]) -> dict[str, xr.DataArray]:
+    """Where units are along named axes: an index of arrays along a new axis ``unit``."""
+    return {n: xr.DataArray(list(x), dims="unit") for n, x in zip(names, zip(*units, strict=True), strict=True)}
 
 
 def joined(maps: xr.Dataset, rows: pa.Table) -> xr.Dataset:

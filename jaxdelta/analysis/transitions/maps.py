@@ -35,6 +35,7 @@ from jaxdelta.analysis.transitions.windows import (
     product,
 )
 from jaxdelta.arguments import whole_number
+from jaxdelta.dims import filled_up
 from jaxdelta.documents import Document
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
@@ -72,6 +73,7 @@ WORDS = {  # long name and units of each variable
     "pairs": ("pairs of successive windows that have such subspaces", "pairs"),
     "pairs_apart": ("pairs of other windows that have such subspaces", "pairs"),
     "angles": ("principal angles of successive windows in the bin", "angles"),
+    "key_dim": ("size of keys", "directions"),
     "step": ("Householder step of a token", "index"),
     "active": ("active direction of a transition", "index"),
 }
@@ -149,23 +151,43 @@ def _check(config: DecoderConfig, segment: int, windows: Sequence[int]) -> None:
 
 def _of_document(model, document: Document, segment: int, windows: Sequence[int], max_length: int, progress) -> xr.Dataset:
     c, T = model.config, len(document.tokens)
-    L, H, n = len(c.linear_layers), c.num_value_heads, c.num_householder
-    stream = WindowStream(windows, layers=L, heads=H, key_dim=c.key_dim, num_householder=n)
-    whole = np.unique(np.linspace(0, T - 1, -(-TAKEN_WHOLE // (L * H))).astype(int))
-    tokens, defect = [], np.zeros((L, H))
-    for index, (k, beta, g) in enumerate(_rule_inputs(model, document, segment, max_length)):
+    streams = window_streams(c, windows)
+    whole = np.unique(np.linspace(0, T - 1, -(-TAKEN_WHOLE // len(c.heads))).astype(int))
+    tokens, defect = [], [np.zeros(sizes.num_value_heads) for sizes in c.linear_sizes]
+    for index, layers in enumerate(_rule_inputs(model, document, segment, max_length)):
         of_layers = []
-        for layer in range(L):
-            stream.add(layer, k[layer], beta[layer], g[layer])
-            of_layers.append(measures(k[layer], beta[layer], g[layer], n))
+        for layer, (k, beta, g) in enumerate(layers):
+            n = c.linear_sizes[layer].num_householder
+            streams[layer].add(k, beta, g)
+            of_layers.append(measures(k, beta, g, n))
             for t in whole[(whole >= index * segment) & (whole < (index + 1) * segment)] - index * segment:
                 at = slice(t * n, (t + 1) * n)
-                found = whole_defects(k[layer, at], beta[layer, at], g[layer, t])
-                defect[layer] = np.maximum(defect[layer], found)
-        tokens.append({name: np.stack([m[name] for m in of_layers], axis=1) for name in of_layers[0]})
+                defect[layer] = np.maximum(defect[layer], whole_defects(k[at], beta[at], g[t]))
+        tokens.append({name: _stacked([m[name] for m in of_layers], axis=1) for name in of_layers[0]})
         progress(index + 1, -(-T // segment))
     whole_text = {name: np.concatenate([part[name] for part in tokens]) for name in tokens[0]}
-    return _dataset(c, document.name, whole_text, len(whole), defect, stream.finish())
+    sums = [stream.finish() for stream in streams]
+    return _dataset(c, document.name, whole_text, len(whole), _stacked(defect), sums)
+
+
+def window_streams(config: DecoderConfig, windows: Sequence[int]) -> list[WindowStream]:
+    """One for each linear layer."""
+    tolerances = frozen_tolerances(config.largest_state.key_dim)
+    return [
+        WindowStream(
+            windows,
+            heads=sizes.num_value_heads,
+            key_dim=sizes.key_dim,
+            num_householder=sizes.num_householder,
+            tolerances=tolerances,
+        )
+        for sizes in config.linear_sizes
+    ]
+
+
+def _stacked(arrays: Sequence[np.ndarray], axis: int = 0) -> np.ndarray:
+    """Of all layers along a new axis; where they differ in size, NaN (of counts 0) for what one does not have."""
+    return np.stack(filled_up(arrays, np.nan if arrays[0].dtype.kind == "f" else 0), axis=axis)
 
 
 def measures(
@@ -203,16 +225,22 @@ def whole_defects(
     return np.abs(spectral_radius(transition_product(k, beta, alpha)) / alpha - 1)
 
 
-def _rule_inputs(model: Decoder, document: Document, segment: int, max_length: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """k [L, P, H, K], beta [L, P, H] and g [L, T, H] of one segment after the other."""
+def _rule_inputs(
+    model: Decoder, document: Document, segment: int, max_length: int
+) -> Iterator[list[tuple[np.ndarray, ...]]]:
+    """Of one segment after the other k [P, H, K], beta [P, H] and g [T, H] of each linear layer."""
     tokens = np.pad(document.tokens.astype(np.int32), (0, 1 + -len(document.tokens) % segment))[None]
-    text, n = Text(tokens, np.array([len(document.tokens)]), segment), model.config.num_householder
+    text = Text(tokens, np.array([len(document.tokens)]), segment)
     observer = Named(("k", "beta", "g"), model.config.linear_layers)
     for step in iterate(model, text, init_carry(model, 1, max_length), observers=(observer,)):
         (found,) = step.observed
-        k, beta, g = (found[name][:, 0].astype(np.float64) for name in observer.names)
+        arrays = [found[name][:, 0].astype(np.float64) for name in observer.names]
         (length,) = text.part(step.index).length
-        yield k[:, : length * n], beta[:, : length * n], g[:, :length]
+        layers = []
+        for sizes, k, beta, g in zip(model.config.linear_sizes, *arrays, strict=True):
+            (H, K, _), writes = sizes.state, length * sizes.num_householder
+            layers.append((k[:writes, :H, :K], beta[:writes, :H], g[:length, :H]))
+        yield layers
 
 
 def _dataset(
@@ -221,7 +249,7 @@ def _dataset(
     tokens: dict[str, np.ndarray],
     taken: int,
     defect: np.ndarray,
-    sums: dict[int, WindowSums],
+    sums: Sequence[dict[int, WindowSums]],
 ):
     last = {"beta": ("step",), "key_norm2": ("step",), "eigenvalue": ("step",), "g": ()}
     found = {
@@ -229,10 +257,11 @@ def _dataset(
     }
     found["whole_defect"] = (("document", "layer", "head"), defect[None])
     found["whole_count"] = (("document",), [taken])
-    means = {length: s.means() for length, s in sums.items()}
+    by_layer = [{length: s.means() for length, s in of_layer.items()} for of_layer in sums]
+    lengths, names = list(by_layer[0]), list(next(iter(by_layer[0].values())))
     inner = {"kept": "direction", "changed": "direction", "frozen": "tolerance", "overlap": "kind", "chance": "kind"}
     inner |= {"pairs": "kind", "angles": "kind", "apart": "kind", "pairs_apart": "kind"}
-    for x in next(iter(means.values())):
+    for x in names:
         dims = (
             "document",
             "window",
@@ -241,21 +270,22 @@ def _dataset(
             *([inner[x]] if x in inner else []),
             *(["angle"] if x == "angles" else []),
         )
-        found[x] = (dims, np.stack([m[x] for m in means.values()])[None])
-    found["count"] = (("document", "window"), np.array([[s.count[0] for s in sums.values()]]))
+        found[x] = (dims, np.stack([_stacked([means[w][x] for means in by_layer]) for w in lengths])[None])
+    found["count"] = (("document", "window"), np.array([[sums[0][w].count for w in lengths]]))
     coords = {
         "document": [name],
         "token": np.arange(len(tokens["g"])),
         **head_coordinates(config),
-        "window": list(sums),
-        "direction": np.arange(config.key_dim),
-        "tolerance": list(frozen_tolerances(config.key_dim)),
+        "key_dim": ("layer", [sizes.key_dim for sizes in config.linear_sizes]),
+        "window": lengths,
+        "direction": np.arange(config.largest_state.key_dim),
+        "tolerance": list(frozen_tolerances(config.largest_state.key_dim)),
         "kind": list(KINDS),
         "angle": (ANGLE_EDGES[:-1] + ANGLE_EDGES[1:]) / 2,
     }
     attrs = {
         "num_householder": config.num_householder,
-        "key_dim": config.key_dim,
+        "key_dim": config.largest_state.key_dim,
         "active": f"sigma(P - I) > {ACTIVE}",
         "forgotten": f"sigma(P) < {FORGOTTEN}",
         "precision": "keys, write strengths and decays as the layer has them; everything from them in f64",

@@ -35,8 +35,8 @@ def active_ranks(ledger: xr.Dataset) -> tuple[Float[np.ndarray, " N"], Float[np.
 def radii(ledger: xr.Dataset) -> Float[np.ndarray, " N"]:
     """rho(A) / alpha of every transition, from the eigenvalues of its n_h x n_h problem."""
     active = np.hypot(_of_tokens(ledger, "real"), _of_tokens(ledger, "imag")).max(axis=-1)
-    pinned = ledger.attrs["num_householder"] < ledger.attrs["key_dim"]
-    return np.maximum(active, 1) if pinned else active
+    K = np.broadcast_to(ledger.key_dim.values[:, None], ledger.g.shape)[~np.isnan(ledger.g.values)]
+    return np.where(ledger.attrs["num_householder"] < K, np.maximum(active, 1), active)
 
 
 def rotates(ledger: xr.Dataset) -> Bool[np.ndarray, " N"]:
@@ -73,7 +73,7 @@ def _transitions(ledger: xr.Dataset) -> dict[str, int | float]:
         "defect": float(np.abs(radius - 1).max()),
         "expanding": int((radius > 1 + numerical_tolerance(ledger.attrs["key_dim"])).sum()),
         "whole_defect": float(ledger.whole_defect.max()),
-        "taken_whole": int(ledger.whole_count.sum()) * ledger.sizes["layer"] * ledger.sizes["head"],
+        "taken_whole": int((ledger.whole_count * ledger.whole_defect.notnull()).sum()),
     }
 
 
@@ -98,7 +98,7 @@ def _windows(ledger: xr.Dataset, length: int) -> dict[str, int | float | None]:
         "window": length,
         "windows": int(count.sum()),
         "documents": int((count > 0).sum()),
-        "frozen_bound": max(0, ledger.attrs["key_dim"] - ledger.attrs["num_householder"] * length),
+        "frozen_bound": max(0, int(ledger.key_dim.min()) - ledger.attrs["num_householder"] * length),
         **dict(zip(names, frozen, strict=True)),
         "forgotten": _mean(ledger.forgotten, count),
         "kept_smallest": float(ledger.kept_smallest.min()),
@@ -114,7 +114,9 @@ def _windows(ledger: xr.Dataset, length: int) -> dict[str, int | float | None]:
 
 def _mean(x: xr.DataArray, count: np.ndarray) -> float:
     """Mean over windows, of all heads alike."""
-    by_document = x.values.reshape(len(count), -1).mean(axis=1)
+    values = x.values.reshape(len(count), -1)
+    there = ~np.isnan(values)
+    by_document = np.where(there, values, 0).sum(axis=1) / np.maximum(there.sum(axis=1), 1)
     return float(np.sum(np.where(count, by_document, 0) * count) / count.sum())
 
 
@@ -140,7 +142,7 @@ def distributions(ledger: xr.Dataset) -> xr.Dataset:
 def _of_tokens(ledger: xr.Dataset, name: str) -> Float[np.ndarray, "N A"]:
     """A value of each active direction, of the tokens of text."""
     x = ledger[name].values.reshape(-1, ledger.sizes["active"]).astype(np.float64)
-    return x[~np.isnan(x[:, 0])]
+    return np.nan_to_num(x[~np.isnan(x[:, 0])])  # a layer with fewer active directions than another
 
 
 def _parts(ledger: xr.Dataset) -> Iterator[tuple[dict[str, int | None], xr.Dataset]]:
@@ -149,5 +151,5 @@ def _parts(ledger: xr.Dataset) -> Iterator[tuple[dict[str, int | None], xr.Datas
     for layer, name in enumerate(ledger.layer.values):
         yield {"layer": int(name), "head": None}, ledger.isel(layer=[layer])
     for layer, name in enumerate(ledger.layer.values):
-        for head in range(ledger.sizes["head"]):
+        for head in np.flatnonzero(ledger.whole_defect.isel(layer=layer).notnull().any("document")).tolist():
             yield {"layer": int(name), "head": head}, ledger.isel(layer=[layer], head=[head])

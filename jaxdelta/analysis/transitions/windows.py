@@ -107,11 +107,11 @@ def read(window: Window) -> Reading:
 
 
 class WindowSums:
-    """What windows of one length say of each layer and head, summed as they come."""
+    """What windows of one length say of each head of a layer, summed as they come."""
 
-    def __init__(self, layers: int, heads: int, key_dim: int):
-        self.tolerances = np.array(frozen_tolerances(key_dim))
-        self.count = np.zeros(layers, int)
+    def __init__(self, heads: int, key_dim: int, tolerances: Sequence[float]):
+        self.tolerances = np.array(tolerances)
+        self.count = 0
         sizes = {
             "kept": (key_dim,),
             "changed": (key_dim,),
@@ -119,13 +119,13 @@ class WindowSums:
             "forgotten": (),
             "log_decay": (),
         }
-        self._sums = {name: np.zeros((layers, heads, *size)) for name, size in sizes.items()}
-        self._smallest = np.full((layers, heads), np.inf)
-        self._largest = np.full((layers, heads), -np.inf)
-        self._mixing = {(layer, kind): Mixing(heads, key_dim) for layer in range(layers) for kind in KINDS}
+        self._sums = {name: np.zeros((heads, *size)) for name, size in sizes.items()}
+        self._smallest = np.full(heads, np.inf)
+        self._largest = np.full(heads, -np.inf)
+        self._mixing = {kind: Mixing(heads, key_dim) for kind in KINDS}
 
-    def add(self, layer: int, window: Window, log_decay: Float[np.ndarray, "N H"]) -> None:
-        """Successive windows of a layer, with leading axes [N, H], and the logs of their decays."""
+    def add(self, window: Window, log_decay: Float[np.ndarray, "N H"]) -> None:
+        """Successive windows, with leading axes [N, H], and the logs of their decays."""
         found = read(window)
         values = {
             "kept": found.kept,
@@ -134,27 +134,22 @@ class WindowSums:
             "forgotten": (found.kept < FORGOTTEN).sum(axis=-1),
             "log_decay": log_decay,
         }
-        self.count[layer] += len(log_decay)
+        self.count += len(log_decay)
         for name, x in values.items():
-            self._sums[name][layer] += x.sum(axis=0)
-        self._smallest[layer] = np.minimum(self._smallest[layer], found.kept.min(axis=(0, -1)))
-        self._largest[layer] = np.maximum(self._largest[layer], found.kept.max(axis=(0, -1)))
+            self._sums[name] += x.sum(axis=0)
+        self._smallest = np.minimum(self._smallest, found.kept.min(axis=(0, -1)))
+        self._largest = np.maximum(self._largest, found.kept.max(axis=(0, -1)))
         for kind, bases in zip(KINDS, found.bases, strict=True):
-            self._mixing[layer, kind].add(bases)
+            self._mixing[kind].add(bases)
 
     def means(self) -> dict[str, np.ndarray]:
-        """Everything over (layer, head, ...), NaN where there was no window; of subspaces over (layer, head, kind, ...)."""
-        count = np.where(self.count, self.count, np.nan)[:, None]
+        """Everything over (head, ...), NaN where there was no window; of subspaces over (head, kind, ...)."""
         extremes = {"kept_smallest": self._smallest, "kept_largest": self._largest}
-        of_subspaces = {key: mixing.means() for key, mixing in self._mixing.items()}
-        layers = range(len(self.count))
+        of_subspaces = [self._mixing[kind].means() for kind in KINDS]
         return {
-            **{name: x / count.reshape(count.shape + (1,) * (x.ndim - 2)) for name, x in self._sums.items()},
+            **{name: x / (self.count or np.nan) for name, x in self._sums.items()},
             **{name: np.where(np.isfinite(x), x, np.nan) for name, x in extremes.items()},
-            **{
-                name: np.stack([np.stack([of_subspaces[layer, k][name] for k in KINDS], axis=1) for layer in layers])
-                for name in of_subspaces[0, KINDS[0]]
-            },
+            **{name: np.stack([means[name] for means in of_subspaces], axis=1) for name in of_subspaces[0]},
         }
 
 
@@ -215,49 +210,47 @@ class Mixing:
 
 
 class WindowStream:
-    """Windows of a text that comes in segments of any length, aligned to its start; what is left at its end is no window.
+    """Windows of a text that comes in segments of any length, in one layer, aligned to the text's start; what is left at
+    its end is no window.
 
     Args:
         windows: lengths in tokens, ascending, each a multiple of the one before.
-        layers, heads, key_dim, num_householder: of the model.
+        heads, key_dim, num_householder: of the layer.
+        tolerances: see :func:`frozen_tolerances`.
 
     Raises:
         ValueError: lengths that are not so.
     """
 
-    def __init__(self, windows: Sequence[int], *, layers: int, heads: int, key_dim: int, num_householder: int):
+    def __init__(
+        self, windows: Sequence[int], *, heads: int, key_dim: int, num_householder: int, tolerances: Sequence[float]
+    ):
         check_windows(windows)
         self.windows, self.steps = tuple(windows), num_householder
-        self.sums = {w: WindowSums(layers, heads, key_dim) for w in windows}
+        self.sums = {w: WindowSums(heads, key_dim, tolerances) for w in windows}
         whole = [w for w in windows if w * num_householder >= key_dim]
         self.block = whole[0] if whole else windows[-1]  # longer ones are products of K x K matrices
-        self._waiting: dict[int, tuple[np.ndarray, ...]] = {}
-        self._running: dict[tuple[int, int], list] = {}
+        self._waiting: tuple[np.ndarray, ...] = ()
+        self._running: dict[int, list] = {}
 
-    def add(
-        self,
-        layer: int,
-        k: Float[np.ndarray, "P H K"],
-        beta: Float[np.ndarray, "P H"],
-        g: Float[np.ndarray, "T H"],
-    ) -> None:
-        """The next tokens of a layer."""
+    def add(self, k: Float[np.ndarray, "P H K"], beta: Float[np.ndarray, "P H"], g: Float[np.ndarray, "T H"]) -> None:
+        """The next tokens."""
         arrays = k, beta, g
-        if layer in self._waiting:
-            arrays = tuple(np.concatenate(pair) for pair in zip(self._waiting[layer], arrays, strict=True))
+        if self._waiting:
+            arrays = tuple(np.concatenate(pair) for pair in zip(self._waiting, arrays, strict=True))
         whole = len(arrays[2]) // self.block * self.block
         at = (whole * self.steps, whole * self.steps, whole)
-        self._waiting[layer] = tuple(x[i:].copy() for x, i in zip(arrays, at, strict=True))
-        self._add_factors(layer, *(x[:i] for x, i in zip(arrays, at, strict=True)))
+        self._waiting = tuple(x[i:].copy() for x, i in zip(arrays, at, strict=True))
+        self._add_factors(*(x[:i] for x, i in zip(arrays, at, strict=True)))
 
     def finish(self) -> dict[int, WindowSums]:
         """The text has ended: sums by length."""
-        for layer, arrays in self._waiting.items():
-            self._add_factors(layer, *arrays)
-        self._waiting = {}
+        if self._waiting:
+            self._add_factors(*self._waiting)
+        self._waiting = ()
         return self.sums
 
-    def _add_factors(self, layer: int, k: np.ndarray, beta: np.ndarray, g: np.ndarray) -> None:
+    def _add_factors(self, k: np.ndarray, beta: np.ndarray, g: np.ndarray) -> None:
         for length in (w for w in self.windows if w <= self.block):
             count = len(g) // length
             if not count:
@@ -267,29 +260,29 @@ class WindowStream:
             strengths = beta[: count * factors].reshape(count, factors, -1).swapaxes(1, 2)
             decays = g[: count * length].reshape(count, length, -1).sum(axis=1)
             window = product(keys, strengths)
-            self.sums[length].add(layer, window, decays)
+            self.sums[length].add(window, decays)
             if length == self.block and window.basis is None:
-                self._join(layer, np.eye(k.shape[-1]) - window.deviation, decays, length)
+                self._join(np.eye(k.shape[-1]) - window.deviation, decays, length)
 
-    def _join(self, layer: int, products: np.ndarray, decays: np.ndarray, length: int) -> None:
+    def _join(self, products: np.ndarray, decays: np.ndarray, length: int) -> None:
         """Make the longer windows of products [N, H, K, K] of ``length`` tokens each."""
         for longer in (w for w in self.windows if w > self.block):
-            whole = self._joined((longer, layer), zip(products, decays, strict=True), longer // length)
+            whole = self._joined(longer, zip(products, decays, strict=True), longer // length)
             if not whole:
                 return
             products, decays = (np.stack(x) for x in zip(*whole, strict=True))
-            self.sums[longer].add(layer, Window(np.eye(products.shape[-1]) - products, None), decays)
+            self.sums[longer].add(Window(np.eye(products.shape[-1]) - products, None), decays)
             length = longer
 
-    def _joined(self, key: tuple[int, int], parts: Iterable, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Products and decays of ``count`` parts each; what does not fill one waits under ``key`` for the next parts."""
-        whole, waiting = [], self._running.get(key, [])
+    def _joined(self, length: int, parts: Iterable, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Products and decays of ``count`` parts each; what does not fill one waits under ``length`` for the next parts."""
+        whole, waiting = [], self._running.get(length, [])
         for part in parts:
             waiting = [*waiting, part]
             if len(waiting) == count:
                 whole.append((reduce(lambda run, P: P @ run, (P for P, _ in waiting)), sum(g for _, g in waiting)))
                 waiting = []
-        self._running[key] = waiting
+        self._running[length] = waiting
         return whole
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxdelta.arguments import shown, whole_number
 from jaxdelta.dims import HIGHEST, AnyArray, first
-from jaxdelta.models.carry import Carry, stacked, with_states
+from jaxdelta.models.carry import Carry, by_head, stacked, states, with_stacked
 from jaxdelta.ops.directions import scaled
 from jaxdelta.ops.soft_filter import soft_filter
 from jaxdelta.ops.spectra import singular_values
@@ -70,7 +70,7 @@ class Perturbation:
         # What is kept of a head goes on only where the head was changed.
         own = jax.tree.map(lambda new, old: old if new is old else jnp.where(chosen, new, old), own, memory.own)
         S = jnp.where(chosen, changed, S)
-        return with_states(carry, list(S)), memory._replace(index=memory.index + 1, own=own), None
+        return with_stacked(carry, S), memory._replace(index=memory.index + 1, own=own), None
 
     def prepare(self, S: Array) -> Any:
         """What the perturbation keeps, from states [L, B, H, K, V] before the first boundary.
@@ -102,14 +102,6 @@ def indices(at: int | Sequence[int], boundaries: Sequence[int]) -> list[int]:
             f"at is {wanted}, in tokens seen; the run has no boundary at {missing[0]}: its boundaries are {run}"
         )
     return [found.index(x) for x in wanted]
-
-
-def by_head(value: Any, S: Array, dtype) -> Array:
-    """An array over [B, L, H, ...] as [L, B, H, ...]; leading axes broadcast."""
-    L, B, H = S.shape[:3]
-    value = np.asarray(value, dtype)
-    rest = value.shape[3:] if value.ndim > 3 else ()
-    return jnp.asarray(np.moveaxis(np.broadcast_to(value, (B, L, H, *rest)), 0, 1))
 
 
 @dataclass(frozen=True)
@@ -203,14 +195,19 @@ class Noise(Perturbation):
             raise ValueError(f"seed is {seed}; expected 0 to 2^32 - 1, of which jax's settings take the same bits")
         return jax.random.key(seed, impl="threefry2x32")  # whatever jax's settings, the same noise
 
+    def start(self, carry, boundaries=()):
+        settled, memory = super().start(carry, boundaries)
+        sizes = jnp.array([S.shape[-2:] for S in states(carry)])  # of each layer K and V, within which directions are drawn
+        return settled, memory._replace(own=(memory.own, sizes))
+
     def change(self, S, own, index):
-        K, V = S.shape[-2:]
+        (key, sizes), (K, V) = own, S.shape[-2:]
         n = min(K, V)
         sigma = singular_values(S)
         # One factorization of both sides: several in one program can deadlock a CPU. Missing rows are zero.
         with jax.threefry_partitionable(True):
-            gauss = jax.random.normal(jax.random.fold_in(own, index), (2, *S.shape[:-2], max(K, V), n), S.dtype)
-        rows = first(jnp.array([K, V]), max(K, V)).reshape(2, *(1,) * (S.ndim - 2), max(K, V), 1)
+            gauss = jax.random.normal(jax.random.fold_in(key, index), (2, *S.shape[:-2], max(K, V), n), S.dtype)
+        rows = first(sizes.T, max(K, V)).reshape(2, len(S), *(1,) * (S.ndim - 3), max(K, V), 1)
         gauss, sigma = jax.lax.optimization_barrier((jnp.where(rows, gauss, 0), sigma))
         Q, R = jnp.linalg.qr(gauss)
         Q = Q * jnp.sign(jnp.diagonal(R, axis1=-2, axis2=-1))[..., None, :]

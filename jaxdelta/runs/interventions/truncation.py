@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxdelta.dims import first
-from jaxdelta.models.carry import Carry, stacked, states, with_states
+from jaxdelta.models.carry import Carry, by_head, full_ranks, stacked, with_stacked
 from jaxdelta.ops import low_rank
 from jaxdelta.ops.directions import scaled
 
@@ -39,7 +39,8 @@ class Truncate:
 
     Attributes:
         rank: directions kept, an int array broadcast over [B, L, H] (rows, linear layers in depth order, value heads);
-            min(K, V) leaves a head untouched. Ranks in the faint part of a spectrum: see the accuracy of each method there.
+            min(K, V) leaves a head untouched, and so does more in a layer of smaller heads. Ranks in the faint part of a
+            spectrum: see the accuracy of each method there.
         method: see :func:`jaxdelta.ops.low_rank.truncate`.
         max_rank: static bound of ``rank``; None takes the largest rank below min(K, V).
 
@@ -52,12 +53,15 @@ class Truncate:
     max_rank: int | None = None
 
     def start(self, carry: Carry, boundaries: Sequence[int] = ()) -> tuple["Truncate", TruncateMemory]:
-        L, (B, H, K, V) = len(states(carry)), states(carry)[0].shape
-        max_rank = low_rank.largest_rank(self.rank, min(K, V)) if self.max_rank is None else self.max_rank
-        low_rank.check_ranks(self.rank, min(K, V), max_rank)
-        method = self.method or low_rank.choose_method(max_rank, min(K, V))
-        rank = np.moveaxis(np.broadcast_to(np.asarray(self.rank, np.int32), (B, L, H)), 0, 1)
-        basis = low_rank.initial_basis((L, B, H, K, V), max_rank, method, states(carry)[0].dtype)
+        S, full = stacked(carry), full_ranks(carry)
+        directions = min(S.shape[-2:])
+        low_rank.check_ranks(self.rank, directions, directions)
+        rank = np.asarray(by_head(self.rank, S, np.int32))
+        rank = np.where(rank < full[:, None], rank, directions)  # of a smaller layer, too, min(K, V) is untouched
+        max_rank = low_rank.largest_rank(rank, directions) if self.max_rank is None else self.max_rank
+        low_rank.check_ranks(rank, directions, max_rank)
+        method = self.method or low_rank.choose_method(max_rank, directions)
+        basis = low_rank.initial_basis(S.shape, max_rank, method, S.dtype)
         basis = basis if method == "subspace" else basis[..., :0]  # the exact methods start from nothing
         return replace(self, method=method, max_rank=max_rank), TruncateMemory(jnp.asarray(rank), basis)
 
@@ -71,10 +75,10 @@ class Truncate:
         S = stacked(carry)
         directions = min(S.shape[-2:])
         cut = scaled(S, first(memory.rank, directions))
-        return with_states(carry, list(jnp.where((memory.rank == directions)[..., None, None], S, cut)))
+        return with_stacked(carry, jnp.where((memory.rank == directions)[..., None, None], S, cut))
 
     def __call__(self, carry: Carry, memory: TruncateMemory) -> tuple[Carry, TruncateMemory, TruncateRecord]:
         S = stacked(carry)  # one call: several batched LAPACK calls in one program can deadlock a CPU
         cut = low_rank.truncation(S, memory.rank, method=self.method, max_rank=self.max_rank, basis=memory.basis)
         record = TruncateRecord(jnp.max(cut.missed, axis=(0, 2)), cut.rounds)
-        return with_states(carry, list(cut.state)), TruncateMemory(memory.rank, cut.basis), record
+        return with_stacked(carry, cut.state), TruncateMemory(memory.rank, cut.basis), record

@@ -107,13 +107,16 @@ def text(seed: int = 0, length: int = T) -> list[tuple[np.ndarray, ...]]:
     return found
 
 
-def streamed(layers, segment: int, windows=WINDOWS):
-    stream = WindowStream(windows, layers=LAYERS, heads=H, key_dim=K, num_householder=N_H)
-    for begin in range(0, len(layers[0][2]), segment):
-        for layer, (k, beta, g) in enumerate(layers):
+def streamed(layers, segment: int, windows=WINDOWS) -> dict[int, dict[str, np.ndarray]]:
+    """Of each length the means, and the count of windows, over layers."""
+    of_layers = []
+    for k, beta, g in layers:
+        stream = WindowStream(windows, heads=H, key_dim=K, num_householder=N_H, tolerances=frozen_tolerances(K))
+        for begin in range(0, len(g), segment):
             at = slice(begin * N_H, (begin + segment) * N_H)
-            stream.add(layer, k[at], beta[at], g[begin : begin + segment])
-    return stream.finish()
+            stream.add(k[at], beta[at], g[begin : begin + segment])
+        of_layers.append({w: {"count": np.array(s.count)} | s.means() for w, s in stream.finish().items()})
+    return {w: {name: np.stack([m[w][name] for m in of_layers]) for name in of_layers[0][w]} for w in windows}
 
 
 def products(layers, length: int) -> np.ndarray:
@@ -141,11 +144,10 @@ def overlap(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("length", WINDOWS[:-1])
 def test_sums_over_windows_are_means_over_whole_products(length):
     layers = text()
-    P, found = products(layers, length), streamed(layers, T)[length]
-    means = found.means()
+    P, means = products(layers, length), streamed(layers, T)[length]
     kept = np.linalg.svd(P, compute_uv=False)
     changed = np.linalg.svd(P - np.eye(K), compute_uv=False)
-    assert found.count.tolist() == [T // length] * LAYERS
+    assert means["count"].tolist() == [T // length] * LAYERS
     np.testing.assert_allclose(means["kept"], kept.mean(axis=2), **TOLERANCE)
     np.testing.assert_allclose(means["changed"], changed.mean(axis=2), **TOLERANCE)
     np.testing.assert_allclose(means["kept_smallest"], kept.min(axis=(2, 3)), **TOLERANCE)
@@ -163,7 +165,7 @@ def test_sums_over_windows_are_means_over_whole_products(length):
 def test_mixing_is_that_of_every_pair(length):
     """Successive pairs with their principal angles, and all others; a window without such a direction is in no pair."""
     layers = text()
-    P, means = products(layers, length), streamed(layers, 7)[length].means()
+    P, means = products(layers, length), streamed(layers, 7)[length]
     for layer, head, kind in np.ndindex(LAYERS, H, len(KINDS)):
         bases = [spaces(p, KINDS[kind]) for p in P[layer, head]]
         pairs = [(a, b) for a, b in pairwise(bases) if a.size and b.size]
@@ -189,14 +191,13 @@ def test_any_split_of_a_text_gives_the_same(segment):
     layers = text()
     expected, found = streamed(layers, T), streamed(layers, segment)
     for length in WINDOWS:
-        for name, x in expected[length].means().items():
-            np.testing.assert_allclose(found[length].means()[name], x, rtol=1e-9, atol=1e-11, err_msg=name)
+        for name, x in expected[length].items():
+            np.testing.assert_allclose(found[length][name], x, rtol=1e-9, atol=1e-11, err_msg=name)
 
 
 def test_a_text_too_short_for_a_window_counts_none_of_it():
-    found = streamed(text(), 16)[64]
-    means = found.means()
-    assert found.count.tolist() == [0, 0]
+    means = streamed(text(), 16)[64]
+    assert means["count"].tolist() == [0, 0]
     assert np.isnan(means["kept"]).all()
     assert np.isnan(means["kept_smallest"]).all()
     assert np.isnan(means["overlap"]).all()
@@ -206,20 +207,17 @@ def test_a_text_too_short_for_a_window_counts_none_of_it():
 
 def test_windows_that_all_have_fewer_factors_than_dimensions_are_never_multiplied():
     layers = text()
-    stream = WindowStream((1, 2), layers=LAYERS, heads=H, key_dim=K, num_householder=N_H)
-    for layer, arrays in enumerate(layers):
-        stream.add(layer, *arrays)
-    for length, sums in stream.finish().items():
+    for length, means in streamed(layers, T, (1, 2)).items():
         np.testing.assert_allclose(
-            sums.means()["kept"], np.linalg.svd(products(layers, length), compute_uv=False).mean(axis=2), **TOLERANCE
+            means["kept"], np.linalg.svd(products(layers, length), compute_uv=False).mean(axis=2), **TOLERANCE
         )
 
 
 def test_generic_windows_freeze_exactly_what_their_factors_leave():
     """dim ker(P - I) = K - n_h tokens, to K eps(f32), while keys are in general position and every factor is on."""
     rng = np.random.default_rng(3)
-    stream = WindowStream((1, 2, 4), layers=1, heads=2, key_dim=11, num_householder=2)
-    stream.add(0, unit_keys(rng, (1, 32, 2, 11))[0], 0.2 + 1.6 * rng.random((32, 2)), np.zeros((16, 2)))
+    stream = WindowStream((1, 2, 4), heads=2, key_dim=11, num_householder=2, tolerances=frozen_tolerances(11))
+    stream.add(unit_keys(rng, (1, 32, 2, 11))[0], 0.2 + 1.6 * rng.random((32, 2)), np.zeros((16, 2)))
     for length, sums in stream.finish().items():
         assert (sums.means()["frozen"][..., 0] == 11 - 2 * length).all()
 
