@@ -27,8 +27,8 @@ from jaxdelta.checkpoints.key_table import (
     require,
     tied_embeddings,
 )
-from jaxdelta.models.config import CHOICES, FAMILIES, DeltaLMConfig
-from jaxdelta.nn.sizes import AttentionSizes
+from jaxdelta.models.config import FAMILIES, DeltaLMConfig
+from jaxdelta.nn.sizes import CHOICES, AttentionSizes
 
 MODEL_TYPES = FAMILIES
 ARCHITECTURES = {

@@ -136,12 +136,13 @@ def entries(config: Qwen3_5Config) -> list[Entry]:
     """Every tensor of the text model, the largest first, so that loading peaks early."""
     c, D, F = config, config.width, config.mlp_width
     H, V, A, G, d = c.num_value_heads, c.value_dim, c.num_query_heads, c.num_kv_heads, c.head_dim
+    E = c.linear_of(0).conv_channels
     linear = {
-        "in_qkv": ("linear_attn.in_proj_qkv.weight", (c.conv_channels, D)),
+        "in_qkv": ("linear_attn.in_proj_qkv.weight", (E, D)),
         "in_z": ("linear_attn.in_proj_z.weight", (H * V, D)),
         "in_b": ("linear_attn.in_proj_b.weight", (H, D)),
         "in_a": ("linear_attn.in_proj_a.weight", (H, D)),
-        "conv": ("linear_attn.conv1d.weight", (c.conv_channels, 1, c.conv_width)),
+        "conv": ("linear_attn.conv1d.weight", (E, 1, c.conv_width)),
         "A_log": ("linear_attn.A_log", (H,)),
         "dt_bias": ("linear_attn.dt_bias", (H,)),
         "norm": ("linear_attn.norm.weight", (V,)),

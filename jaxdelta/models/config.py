@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from jaxdelta.nn.sizes import AttentionSizes, LinearSizes, StateShape
+from jaxdelta.nn.sizes import Activation, AttentionSizes, LinearSizes, Normalisation, OutputGate, StateShape, check_counts
 
 LayerKind = Literal["linear", "attention"]
 Family = Literal["delta_net", "gated_deltanet", "gated_deltaproduct"]
@@ -22,16 +22,25 @@ FIXED = (
     ("qk_norm", "gated_deltanet", "l2"),
     ("qk_norm", "gated_deltaproduct", "l2"),
 )
-CHOICES = {
-    "family": FAMILIES,
-    "output_gate": (None, "silu", "sigmoid"),
-    "qk_activation": ("silu", "relu", "elu", "identity"),
-    "qk_norm": ("l2", "sum"),
-}
 
 
 class DecoderConfig:
-    """What every family's configuration has: its fields, and sizes that follow from them."""
+    """What every family's configuration has: its fields, and sizes that follow from them.
+
+    Attributes:
+        vocab_size: words of the embedding and of the head.
+        width: D, the residual stream.
+        mlp_width: F, the hidden layer of the MLP.
+        layer_kinds: "linear" or "attention", in depth order.
+        norm_eps: eps of every RMSNorm.
+        tied: whether the head is the embedding.
+        max_position: the longest text the model was made for; not a limit of this library.
+
+    Those that its linear layers share have the names of :class:`~jaxdelta.nn.sizes.LinearSizes`.
+
+    Raises:
+        ValueError: sizes that contradict one another.
+    """
 
     vocab_size: int
     width: int
@@ -47,6 +56,12 @@ class DecoderConfig:
     tied: bool
     max_position: int
     num_householder: int = 1
+
+    def __post_init__(self):
+        check_counts(self, "rotary_dim")
+        if not self.layer_kinds or set(self.layer_kinds) - {"linear", "attention"}:
+            raise ValueError(f"layer_kinds is {self.layer_kinds}; expected 'linear' or 'attention' for each layer")
+        _ = self.linear_sizes, self.attention_sizes  # which refuse what contradicts itself within a layer
 
     @property
     def title(self) -> str:
@@ -104,38 +119,18 @@ class DecoderConfig:
         """The rank of an untouched state, min(K, V), in the layer where that is largest."""
         return max((c.state.directions for c in self.linear_sizes), default=0)
 
-    def _check_sizes(self, *may_be_zero: str) -> None:
-        for name, size in vars(self).items():
-            if isinstance(size, int) and not isinstance(size, bool) and name not in may_be_zero and size < 1:
-                raise ValueError(f"{name} is {size}; expected at least 1")
-        if not self.layer_kinds or set(self.layer_kinds) - {"linear", "attention"}:
-            raise ValueError(f"layer_kinds is {self.layer_kinds}; expected 'linear' or 'attention' for each layer")
-        if self.num_value_heads % self.num_key_heads:
-            raise ValueError(f"{self.num_value_heads} value heads are no multiple of {self.num_key_heads} key heads")
-
 
 @dataclass(frozen=True)
 class Qwen3_5Config(DecoderConfig):
     """Sizes of a Qwen3.5 text model (Hugging Face's ``qwen3_5_text``).
 
     Attributes:
-        vocab_size: words of the embedding and of the head.
-        width: D, the residual stream.
-        mlp_width: F, the hidden layer of the MLP.
-        layer_kinds: "linear" (Gated DeltaNet) or "attention" (gated full attention), in depth order.
-        num_key_heads: key heads of a linear layer.
-        num_value_heads: H, value heads of a linear layer, a multiple of ``num_key_heads``.
-        key_dim: K of a linear layer.
-        value_dim: V of a linear layer.
-        conv_width: W, taps of the short convolution.
-        num_query_heads: query heads of an attention layer, a multiple of ``num_kv_heads``.
-        num_kv_heads: key/value heads of an attention layer.
-        head_dim: size of a head of an attention layer.
-        rotary_dim: leading entries of a head that rotate with the position; even.
-        rope_theta: base of the rotation's frequencies.
-        norm_eps: eps of every RMSNorm.
-        tied: whether the head is the embedding.
-        max_position: the longest text the model was made for; not a limit of this library.
+        vocab_size, width, mlp_width, layer_kinds, norm_eps, tied, max_position: see :class:`DecoderConfig`; "linear" is
+            Gated DeltaNet, "attention" gated full attention.
+        num_key_heads, num_value_heads, key_dim, value_dim, conv_width: of linear layers, see
+            :class:`~jaxdelta.nn.sizes.LinearSizes`.
+        num_query_heads, num_kv_heads, head_dim, rotary_dim, rope_theta: of attention layers, see
+            :class:`~jaxdelta.nn.sizes.AttentionSizes`.
 
     Raises:
         ValueError: sizes that contradict one another.
@@ -161,13 +156,6 @@ class Qwen3_5Config(DecoderConfig):
 
     title = "Qwen3.5 text model"
     linear_title = "Gated DeltaNet"
-
-    def __post_init__(self):
-        self._check_sizes("rotary_dim")
-        if self.num_query_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_query_heads} query heads are no multiple of {self.num_kv_heads} key/value heads")
-        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
-            raise ValueError(f"rotary_dim is {self.rotary_dim}; expected an even number up to head_dim = {self.head_dim}")
 
     @property
     def attention_sizes(self) -> tuple[AttentionSizes, ...]:
@@ -223,26 +211,11 @@ class DeltaLMConfig(DecoderConfig):
 
     Attributes:
         family: "delta_net", "gated_deltanet" or "gated_deltaproduct", as fla names them.
-        vocab_size: words of the embedding and of the head.
-        width: D, the residual stream.
-        mlp_width: F, the hidden layer of the MLP.
-        layer_kinds: "linear" or "attention", in depth order.
-        num_key_heads: key heads of a linear layer.
-        num_value_heads: H, value heads of a linear layer, a multiple of ``num_key_heads``.
-        key_dim: K of a linear layer.
-        value_dim: V of a linear layer.
-        conv_width: W, taps of the short convolution; 1 is none.
-        num_householder: n_h, writes a token.
-        write_gate: whether beta is learned, else it is one.
-        forget_gate: whether the state decays.
-        negative_eigenvalues: whether beta reaches 2 rather than 1.
-        output_gate: activation of the output gate; None is no gate.
-        qk_activation: of queries and keys.
-        qk_norm: "l2", or "sum" for the sum of magnitudes.
+        vocab_size, width, mlp_width, layer_kinds, norm_eps, tied, max_position: see :class:`DecoderConfig`.
+        num_key_heads, num_value_heads, key_dim, value_dim, conv_width, num_householder, write_gate, forget_gate,
+            negative_eigenvalues, output_gate, qk_activation, qk_norm: of linear layers, see
+            :class:`~jaxdelta.nn.sizes.LinearSizes`.
         attention: of each attention layer in depth order its sizes.
-        norm_eps: eps of every RMSNorm.
-        tied: whether the head is the embedding.
-        max_position: the longest text the model was made for; not a limit of this library.
 
     Raises:
         ValueError: sizes that contradict one another.
@@ -262,19 +235,18 @@ class DeltaLMConfig(DecoderConfig):
     write_gate: bool = True
     forget_gate: bool = True
     negative_eigenvalues: bool = False
-    output_gate: Literal["silu", "sigmoid"] | None = "silu"
-    qk_activation: Literal["silu", "relu", "elu", "identity"] = "silu"
-    qk_norm: Literal["l2", "sum"] = "l2"
+    output_gate: OutputGate = "silu"
+    qk_activation: Activation = "silu"
+    qk_norm: Normalisation = "l2"
     attention: tuple[AttentionSizes, ...] = ()
     norm_eps: float = 1e-6
     tied: bool = False
     max_position: int = 2048
 
     def __post_init__(self):
-        self._check_sizes()
-        for field, values in CHOICES.items():
-            if getattr(self, field) not in values:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; expected one of {', '.join(map(str, values))}")
+        super().__post_init__()
+        if self.family not in FAMILIES:
+            raise ValueError(f"family is {self.family!r}; expected one of {', '.join(FAMILIES)}")
         if len(self.attention) != self.layer_kinds.count("attention"):
             raise ValueError(f"{len(self.attention)} sizes for {self.layer_kinds.count('attention')} attention layers")
         for field, family, value in FIXED:

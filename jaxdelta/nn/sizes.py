@@ -1,7 +1,19 @@
 """Sizes of one layer, whatever model it stands in."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+OutputGate: TypeAlias = Literal[None, "silu", "sigmoid"]
+Activation: TypeAlias = Literal["silu", "relu", "elu", "identity"]
+Normalisation: TypeAlias = Literal["l2", "sum"]
+CHOICES = {"output_gate": get_args(OutputGate), "qk_activation": get_args(Activation), "qk_norm": get_args(Normalisation)}
+
+
+def check_counts(sizes: Any, *may_be_zero: str) -> None:
+    """ValueError for a whole number among the fields of ``sizes`` that is below 1."""
+    for name, size in vars(sizes).items():
+        if isinstance(size, int) and not isinstance(size, bool) and name not in may_be_zero and size < 1:
+            raise ValueError(f"{name} is {size}; expected at least 1")
 
 
 class StateShape(NamedTuple):
@@ -36,6 +48,9 @@ class LinearSizes:
         output_gate: activation of the output gate; None is no gate.
         qk_activation: of queries and keys.
         qk_norm: "l2", or "sum" for the sum of magnitudes.
+
+    Raises:
+        ValueError: sizes that contradict one another, or an option that there is not.
     """
 
     width: int
@@ -49,9 +64,17 @@ class LinearSizes:
     write_gate: bool = True
     forget_gate: bool = True
     negative_eigenvalues: bool = False
-    output_gate: Literal["silu", "sigmoid"] | None = "silu"
-    qk_activation: Literal["silu", "relu", "elu", "identity"] = "silu"
-    qk_norm: Literal["l2", "sum"] = "l2"
+    output_gate: OutputGate = "silu"
+    qk_activation: Activation = "silu"
+    qk_norm: Normalisation = "l2"
+
+    def __post_init__(self):
+        check_counts(self)
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(f"{self.num_value_heads} value heads are no multiple of {self.num_key_heads} key heads")
+        for field, values in CHOICES.items():
+            if getattr(self, field) not in values:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; expected one of {', '.join(map(str, values))}")
 
     @property
     def state(self) -> StateShape:
@@ -67,7 +90,7 @@ class LinearSizes:
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes of a plain attention layer.
+    """Sizes of an attention layer.
 
     Attributes:
         num_query_heads: query heads, a multiple of ``num_kv_heads``.
@@ -91,12 +114,11 @@ class AttentionSizes:
     bias: bool = False
 
     def __post_init__(self):
-        if min(self.num_query_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_query_heads % self.num_kv_heads:
-            raise ValueError(f"{self}: query heads are no multiple of key/value heads, or a size is below 1")
+        check_counts(self, "rotary_dim")
+        if self.num_query_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_query_heads} query heads are no multiple of {self.num_kv_heads} key/value heads")
         if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
             raise ValueError(f"{self.rotated} entries rotate; expected an even number up to head_dim = {self.head_dim}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}; expected at least 1 token")
 
     @property
     def rotated(self) -> int:

@@ -225,7 +225,7 @@ def test_attention_layers_may_have_sizes_of_their_own():
             dict(attn=ATTENTION | {"num_heads": 8}),
             "5 entries rotate; expected an even number up to head_dim = 5",
         ),
-        ("delta_net", dict(attn=ATTENTION | {"num_kv_heads": 3}), "no multiple of key/value heads"),
+        ("delta_net", dict(attn=ATTENTION | {"num_kv_heads": 3}), "no multiple of 3 key/value heads"),
         ("delta_net", dict(attn=ATTENTION | {"window_size": 0}), "window is 0"),
     ],
     ids=str,

@@ -103,7 +103,7 @@ def test_sizes_of_the_0_8b_model():
     config = config_from_json(QWEN3_5_0_8B)
     assert [i for i, kind in enumerate(config.layer_kinds) if kind == "attention"] == [3, 7, 11, 15, 19, 23]
     assert (config.rotary_dim, config.rope_theta, config.norm_eps, config.tied) == (64, 1e7, 1e-6, True)
-    assert (config.max_rank, config.conv_channels) == (128, 6144)
+    assert (config.max_rank, config.linear_of(0).conv_channels) == (128, 6144)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_sizes_of_the_0_8b_model():
         (flat(rope_rope_theta=None), "rope_theta = None; expected a positive number"),
         (flat(rope_rope_type="yarn"), "rope_type = 'yarn'"),
         (legacy(rope_scaling={"type": "yarn", "factor": 4.0}), "yarn"),
-        (flat(rope_partial_rotary_factor=0.5, rope_mrope_section=None), "rotary_dim is 13"),
+        (flat(rope_partial_rotary_factor=0.5, rope_mrope_section=None), "13 entries rotate"),
         (flat(hidden_act="gelu"), "hidden_act = 'gelu'; only 'silu'"),
         (flat(attention_bias=True), "attention_bias = True"),
         (flat(attn_output_gate=False), "attn_output_gate = False"),

@@ -235,6 +235,6 @@ def test_derived_sizes():
         layer_kinds=("attention", "linear", "attention"), attention=(AttentionSizes(2, 1, 4), AttentionSizes(6, 3, 8))
     )
     assert (c.num_query_heads, c.linear_layers, c.max_rank) == (6, (1,), 8)
-    assert c.conv_channels == 3 * 3 * 8 + 2 * 3 * 12
+    assert c.linear_of(0).conv_channels == 3 * 3 * 8 + 2 * 3 * 12
     assert (c.attention_of(0).head_dim, c.attention_of(2).head_dim) == (4, 8)
     assert DeltaLMConfig.tiny(layer_kinds=("linear",), attention=()).num_query_heads == 0

@@ -284,8 +284,8 @@ def test_finite_names_the_row_whose_state_is_broken():
     [
         ({"num_value_heads": 3}, "3 value heads are no multiple of 2 key heads"),
         ({"num_query_heads": 5}, "5 query heads are no multiple of 2 key/value heads"),
-        ({"rotary_dim": 13}, "rotary_dim is 13"),
-        ({"rotary_dim": 28}, "rotary_dim is 28"),
+        ({"rotary_dim": 13}, "13 entries rotate"),
+        ({"rotary_dim": 28}, "28 entries rotate"),
         ({"layer_kinds": ("linear", "mamba")}, "mamba"),
         ({"layer_kinds": ()}, "layer_kinds"),
         ({"width": 0}, "width is 0"),
@@ -302,5 +302,5 @@ def test_derived_sizes():
     config = Qwen3_5Config.tiny()
     assert config.linear_layers == (0, 1, 2)
     assert config.num_layers == 4
-    assert config.conv_channels == 2 * 2 * 8 + 6 * 11
+    assert config.linear_of(0).conv_channels == 2 * 2 * 8 + 6 * 11
     assert config.max_rank == 8

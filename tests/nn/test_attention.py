@@ -137,10 +137,10 @@ def test_cache_and_output_of_bf16_are_bf16_and_biases_f32():
     ("sizes", "message"),
     [
         (dict(num_query_heads=3), "no multiple"),
-        (dict(num_kv_heads=0), "below 1"),
+        (dict(num_kv_heads=0), "num_kv_heads is 0; expected at least 1"),
         (dict(head_dim=7), "7 entries rotate; expected an even number"),
-        (dict(head_dim=0), "below 1"),
-        (dict(window=0), "window is 0; expected at least 1 token"),
+        (dict(head_dim=0), "head_dim is 0; expected at least 1"),
+        (dict(window=0), "window is 0; expected at least 1"),
     ],
     ids=str,
 )
