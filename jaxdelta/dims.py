@@ -118,6 +118,11 @@ def keeps_f64(function: Callable) -> Callable:
     return call
 
 
+def matmul(a: Array, b: Array) -> Array:
+    """``a @ b``, f32 in full f32."""
+    return jnp.matmul(a, b, precision=HIGHEST)
+
+
 def linear(x: Float[Array, "*batch D"], weight: Float[Array, "F D"], *, dtype=None) -> Float[Array, "*batch F"]:
     """``x @ weight.T``, accumulated in f32 or wider and returned in ``dtype`` (default: that of ``x``).
 

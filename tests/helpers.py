@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdelta.nn.mixer import Span
+from jaxdelta.nn.mixer import LinearCarry, Span
+from ports.compare import relative_error
 
 # Relative Frobenius errors that ops must meet, by dtype.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
@@ -147,6 +148,40 @@ def mix(layer: nnx.Module, x, carry, positions=None, length=None):
 @partial(jax.jit, static_argnums=0)
 def _mix(graphdef, state, x, carry, positions, length):
     return nnx.merge(graphdef, state)(x, carry, Span(positions, length))
+
+
+def mixed_in_segments(layer: nnx.Module, x, lengths, max_length: int):
+    """Outputs of an attention layer for a text cut to ``lengths``, and the last carry."""
+    carry, outputs, start = layer.init_carry(x.shape[0], max_length, x.dtype), [], 0
+    for n in lengths:
+        positions = jnp.broadcast_to(jnp.arange(start, start + n), (x.shape[0], n))
+        y, carry = mix(layer, x[:, start : start + n], carry, positions)
+        outputs.append(y)
+        start += n
+    return jnp.concatenate(outputs, axis=1), carry
+
+
+def run_in_segments(model: nnx.Module, tokens, lengths, max_length: int):
+    """Hidden states of a model for a text cut to ``lengths``, and the last carry."""
+    carry, hidden, start = model.init_carry(tokens.shape[0], max_length), [], 0
+    for n in lengths:
+        out = run(model, tokens[:, start : start + n], carry)
+        carry = out.carry
+        hidden.append(out.hidden)
+        start += n
+    return jnp.concatenate(hidden, axis=1), carry
+
+
+def filled_carry(layer: nnx.Module, B: int = 3) -> LinearCarry:
+    """A linear layer's carry as it stands in the middle of a text."""
+    rng = np.random.default_rng(1)
+    return LinearCarry(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in layer.init_carry(B, 1, jnp.float32)))
+
+
+def assert_agree(found, expected, tolerance: float) -> None:
+    """(o, S) of two forms of a rule."""
+    for name, a, b in zip("oS", found, expected, strict=True):
+        assert relative_error(a, b) < tolerance, name
 
 
 def silu(x) -> np.ndarray:

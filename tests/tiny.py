@@ -195,3 +195,11 @@ def safetensors_bytes(header: dict[str, Any], data: bytes) -> bytes:
 def bits(array) -> np.ndarray:
     """The bytes of an array, for comparisons that tell -0 from 0."""
     return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+
+
+def assert_same_bits(found: dict[Any, np.ndarray], expected: dict[Any, np.ndarray]) -> None:
+    """The same arrays under the same names."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name
+        np.testing.assert_array_equal(bits(found[name]), bits(array), err_msg=str(name))

@@ -38,6 +38,7 @@ from jaxdelta.dims import (
     Values,
     accumulation_dtype,
     keeps_f64,
+    matmul,
 )
 
 LEAST = -1000.0  # of the log-decay
@@ -199,7 +200,7 @@ def _segment_sums(g: Float[Array, "*batch C"]) -> Float[Array, "*batch C C"]:
     """Entry (i, j) is the sum of g over j < t <= i; minus infinity above the diagonal."""
     index = jnp.arange(g.shape[-1])
     upto, below = index[:, None] >= index[None], index[:, None] > index[None]
-    sums = _matmul(upto.astype(g.dtype), jnp.where(below, g[..., :, None], 0))
+    sums = matmul(upto.astype(g.dtype), jnp.where(below, g[..., :, None], 0))
     return jnp.where(upto, sums, -jnp.inf)
 
 
@@ -219,7 +220,7 @@ def inverse_unit_lower(A: Float[Array, "*batch C C"]) -> Float[Array, "*batch C 
         block = index // size
         joins = (block[:, None] // 2 == block[None] // 2) & (block[:, None] > block[None])
         L = jnp.where(joins, A, 0)
-        X = X - (L if size == 1 else _matmul(_matmul(X, L), X))
+        X = X - (L if size == 1 else matmul(matmul(X, L), X))
         size *= 2
     return X
 
@@ -228,8 +229,4 @@ def inverse_unit_lower(A: Float[Array, "*batch C C"]) -> Float[Array, "*batch C 
 def _inverse_unit_lower_jvp(primals, tangents):
     (A,), (dA,) = primals, tangents
     X = inverse_unit_lower(A)
-    return X, -_matmul(_matmul(X, jnp.tril(dA, -1)), X)
-
-
-def _matmul(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=HIGHEST)
+    return X, -matmul(matmul(X, jnp.tril(dA, -1)), X)

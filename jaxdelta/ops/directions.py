@@ -26,7 +26,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Shaped
 
-from jaxdelta.dims import HIGHEST, AnyArray, Matrices, accumulation_dtype, along_last
+from jaxdelta.dims import AnyArray, Matrices, accumulation_dtype, along_last, matmul
 
 FAINT = 1e-3  # of sigma_1; from here down a second Gram matrix holds what the first one lost
 FAINTEST = 5e-7  # of sigma_1; what lies below may stay mixed
@@ -66,7 +66,7 @@ def scaled(S: Matrices, factors: Shaped[AnyArray, "..."]) -> Matrices:
     S = _wide(S)
     factors = jnp.broadcast_to(jnp.asarray(factors, S.dtype), (*S.shape[:-2], min(S.shape[-2:])))
     U, exact = _scaled(S, factors)
-    linear = _mm(U, factors[..., None] * _mm(jnp.swapaxes(U, -1, -2), S))
+    linear = matmul(U, factors[..., None] * matmul(jnp.swapaxes(U, -1, -2), S))
     return linear + jax.lax.stop_gradient(exact - linear)  # in f32 products with U lose what is faint
 
 
@@ -129,8 +129,8 @@ def _directions(S: Array) -> Directions:
     largest = jnp.max(jnp.abs(S), axis=(-2, -1), keepdims=True)
     largest = jnp.where(largest > 0, largest, 1.0)
     S = S / largest
-    U = _eigenvectors(_mm(S, jnp.swapaxes(S, -1, -2)))
-    B = _mm(jnp.swapaxes(U, -1, -2), S)
+    U = _eigenvectors(matmul(S, jnp.swapaxes(S, -1, -2)))
+    B = matmul(jnp.swapaxes(U, -1, -2), S)
     if S.shape[-2] > S.shape[-1]:  # U has directions that S does not have, into which its faint ones leak
         U, B = _taken_apart(U, B)
     else:
@@ -145,13 +145,13 @@ def _directions(S: Array) -> Directions:
 @_in_f64
 def _scaled(S: Array, factors: Array) -> tuple[Array, Array]:
     U, _, right = _directions(S)
-    return U, _mm(U, factors[..., None] * right)
+    return U, matmul(U, factors[..., None] * right)
 
 
 @_in_f64
 def _gates(S: Array, G: Array) -> tuple[Array, Array]:
     U, sigma, right = _directions(S)
-    G_right = _mm(G, jnp.swapaxes(right, -1, -2)[..., None, :, :])
+    G_right = matmul(G, jnp.swapaxes(right, -1, -2)[..., None, :, :])
     return sigma, jnp.sum(U[..., None, :, :] * G_right, axis=-2)
 
 
@@ -167,9 +167,9 @@ def _is_mixed(B: Array) -> Bool[Array, ""]:
     known = sigma > FAINTEST * jnp.max(sigma, axis=-1, keepdims=True)
     scale = jnp.where(known, 1 / jnp.where(known, sigma, 1.0), 0.0)[..., None]
     unit = scale * B
-    cosines = jnp.abs(_mm(unit, jnp.swapaxes(unit, -1, -2)))
+    cosines = jnp.abs(matmul(unit, jnp.swapaxes(unit, -1, -2)))
     shared = jnp.sum(cosines, axis=-1) - jnp.diagonal(cosines, axis1=-2, axis2=-1)
-    below = scale * _mm(unit, jnp.swapaxes(jnp.where(known[..., None], 0.0, B), -1, -2))
+    below = scale * matmul(unit, jnp.swapaxes(jnp.where(known[..., None], 0.0, B), -1, -2))
     return jnp.any(shared > MIXED) | jnp.any(jnp.sum(below * below, axis=-1) > LOST)
 
 
@@ -182,14 +182,10 @@ def _taken_apart(U: Array, B: Array) -> tuple[Array, Array]:
     # The others stay where they are: eigenvalues of their own, apart from one another and above all of these.
     n = sigma.shape[-1]
     kept = jnp.where(faint, 0.0, along_last(n + 1.0 + jnp.arange(n, 0.0, -1.0), faint))
-    gram = _mm(rows, jnp.swapaxes(rows, -1, -2))
+    gram = matmul(rows, jnp.swapaxes(rows, -1, -2))
     W = _eigenvectors(gram + kept[..., None] * jnp.broadcast_to(jnp.eye(n), gram.shape))
-    return _mm(U, W), _mm(jnp.swapaxes(W, -1, -2), B)
+    return matmul(U, W), matmul(jnp.swapaxes(W, -1, -2), B)
 
 
 def _norms(B: Array) -> Array:
     return jnp.sqrt(jnp.sum(B * B, axis=-1))
-
-
-def _mm(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=HIGHEST)

@@ -16,7 +16,7 @@ from jaxdelta.checkpoints.delta_lm import config_from_json, config_to_json, entr
 from jaxdelta.checkpoints.files import CheckpointError
 from jaxdelta.models.config import FAMILIES, DeltaLMConfig
 from jaxdelta.nn.sizes import AttentionSizes
-from tests.tiny import bits, text, tokenizer, tokens, write, write_config
+from tests.tiny import assert_same_bits, text, tokenizer, tokens, write, write_config
 
 ALL = pytest.mark.parametrize("family", FAMILIES)
 D, F, Y, K, V, G = 40, 59, 97, 8, 12, 3
@@ -111,13 +111,6 @@ def folder_of(path, family, tensors=None, **changes):
 
 def parameters(model):
     return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
-
-
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name
-        np.testing.assert_array_equal(bits(found[name]), bits(array), err_msg=str(name))
 
 
 # Configurations

@@ -22,7 +22,7 @@ from jaxdelta.checkpoints import CheckpointError
 from jaxdelta.models.config import Qwen3_5Config
 from tests.tiny import (
     CONFIG,
-    bits,
+    assert_same_bits,
     flat_json,
     fresh_model,
     hub_tensors,
@@ -54,13 +54,6 @@ def hub(tmp_path):
 
 def parameters(loaded) -> dict[tuple, np.ndarray]:
     return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(loaded))}
-
-
-def assert_same_bits(found: dict, expected: dict):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name
-        np.testing.assert_array_equal(bits(found[name]), bits(array), err_msg=str(name))
 
 
 # What is loaded

@@ -1,7 +1,7 @@
 """The models of flash-linear-attention: splits, batches, padding, runs and sweeps, and what is refused."""
 
 from copy import copy
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxdelta.models.config import FAMILIES, FIXED, DeltaLMConfig
 from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.nn.sizes import AttentionSizes
 from ports.compare import relative_error
-from tests.helpers import randomised, run, truncated
+from tests.helpers import randomised, run, run_in_segments, truncated
 
 ALL = pytest.mark.parametrize("family", FAMILIES)
 WINDOWED = (AttentionSizes(num_query_heads=4, num_kv_heads=2, head_dim=10, window=7, bias=True),)
@@ -35,15 +35,7 @@ def texts(T=N, B=1, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, 97, (B, T)), jnp.int32)
 
 
-def in_segments(model, tokens, lengths, max_length=N):
-    """Hidden states of all tokens and the last carry."""
-    carry, hidden, start = model.init_carry(tokens.shape[0], max_length), [], 0
-    for n in lengths:
-        out = run(model, tokens[:, start : start + n], carry)
-        carry = out.carry
-        hidden.append(out.hidden)
-        start += n
-    return jnp.concatenate(hidden, axis=1), carry
+in_segments = partial(run_in_segments, max_length=N)
 
 
 @cache

@@ -1,6 +1,6 @@
 """The whole model: splits, batches, padding, what is carried, dtypes, and where something is not finite."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxdelta.models.qwen3_5 import Qwen3_5
 from jaxdelta.nn.attention import AttentionCarry
 from jaxdelta.nn.mixer import LinearCarry
 from ports.compare import relative_error
-from tests.helpers import randomised, run
+from tests.helpers import randomised, run, run_in_segments
 
 VOCABULARY = 97
 PADDING = 96  # a token that no text holds
@@ -31,15 +31,7 @@ def texts(T, B=1, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, PADDING, (B, T)), jnp.int32)
 
 
-def in_segments(model, tokens, lengths, max_length=320):
-    """Hidden states of all tokens and the last carry."""
-    carry, hidden, start = model.init_carry(tokens.shape[0], max_length), [], 0
-    for n in lengths:
-        out = run(model, tokens[:, start : start + n], carry)
-        carry = out.carry
-        hidden.append(out.hidden)
-        start += n
-    return jnp.concatenate(hidden, axis=1), carry
+in_segments = partial(run_in_segments, max_length=320)
 
 
 def assert_carries_agree(found, expected, tolerance=1e-5):

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxdelta.nn.attention import Attention
 from jaxdelta.nn.sizes import AttentionSizes
 from ports.compare import relative_error
-from tests.helpers import mix, parameters, randomised
+from tests.helpers import mix, mixed_in_segments, parameters, randomised
 
 D, d = 14, 6
 THETA = 1e3
@@ -24,16 +24,6 @@ def attention(window=None, bias=False, heads=(4, 2)):
 
 def inputs(T, B=2, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal((B, T, D)), jnp.float32)
-
-
-def in_segments(layer, x, lengths, max_length):
-    carry, outputs, start = layer.init_carry(x.shape[0], max_length, x.dtype), [], 0
-    for n in lengths:
-        positions = jnp.broadcast_to(jnp.arange(start, start + n), (x.shape[0], n))
-        y, carry = mix(layer, x[:, start : start + n], carry, positions)
-        outputs.append(y)
-        start += n
-    return jnp.concatenate(outputs, axis=1), carry
 
 
 def rotated(x):
@@ -64,20 +54,20 @@ def definition(layer, x):
 def test_segments_equal_a_dense_softmax(window, bias, heads):
     """Windows of one token, across boundaries, of the text and longer; query head a reads key head a // (A / G)."""
     layer, x = attention(window, bias, heads), inputs(21)
-    y, _ = in_segments(layer, x, (8, 8, 5), 30)
+    y, _ = mixed_in_segments(layer, x, (8, 8, 5), 30)
     assert relative_error(y, definition(layer, x)) < 1e-5
 
 
 def test_a_window_of_one_token_reads_its_value_alone():
     layer, x = attention(1, False, (2, 2)), inputs(7)
     p = parameters(layer)
-    assert relative_error(in_segments(layer, x, (7,), 7)[0], np.asarray(x, np.float64) @ p["v"].T @ p["out"].T) < 1e-5
+    assert relative_error(mixed_in_segments(layer, x, (7,), 7)[0], np.asarray(x, np.float64) @ p["v"].T @ p["out"].T) < 1e-5
 
 
 def test_a_window_ends_at_its_last_token():
     """Of five tokens: a change four tokens back is seen, one five back is not."""
     layer, x = attention(5), inputs(12)
-    before, after = (in_segments(layer, a, (12,), 12)[0] for a in (x, x.at[:, 3].add(1.0)))
+    before, after = (mixed_in_segments(layer, a, (12,), 12)[0] for a in (x, x.at[:, 3].add(1.0)))
     changed = np.abs(after - before).max((0, 2)) > 1e-6
     np.testing.assert_array_equal(np.flatnonzero(changed), np.arange(3, 8))
 
@@ -85,7 +75,7 @@ def test_a_window_ends_at_its_last_token():
 @pytest.mark.parametrize("window", (None, 5))
 def test_any_split_equals_one_pass(window):
     layer, x = attention(window, True), inputs(21)
-    (y, carry), (expected, whole) = (in_segments(layer, x, n, 25) for n in ((1, 3, 16, 1), (21,)))
+    (y, carry), (expected, whole) = (mixed_in_segments(layer, x, n, 25) for n in ((1, 3, 16, 1), (21,)))
     assert relative_error(y, expected) < 1e-5
     for a, b in zip(carry, whole, strict=True):
         assert relative_error(a, b) < 1e-6
@@ -96,7 +86,7 @@ def test_any_split_equals_one_pass(window):
 def test_prefixes_of_a_long_cache_hold_the_window(window):
     """Of 2,000 places the prefixes of 512 and 768 are filled to the last and crossed by single tokens."""
     layer, x = attention(window, False, (2, 1)), inputs(780, B=1)
-    y, _ = in_segments(layer, x, (511, 1, 1, 254, 1, 1, 11), 2000)
+    y, _ = mixed_in_segments(layer, x, (511, 1, 1, 254, 1, 1, 11), 2000)
     expected = definition(layer, x)
     assert relative_error(y[:, :510], expected[:, :510]) < 1e-5
     assert relative_error(y[:, 510:], expected[:, 510:]) < 1e-5
@@ -106,7 +96,7 @@ def test_prefixes_of_a_long_cache_hold_the_window(window):
 def test_blocks_of_queries_keep_the_window(window):
     """600 queries in two blocks of 512, the second padded."""
     layer, x = attention(window, False, (2, 1)), inputs(600, B=1)
-    y, expected = in_segments(layer, x, (600,), 600)[0], definition(layer, x)
+    y, expected = mixed_in_segments(layer, x, (600,), 600)[0], definition(layer, x)
     assert relative_error(y, expected) < 1e-5
     assert relative_error(y[:, 512:519], expected[:, 512:519]) < 1e-5
 
@@ -117,7 +107,7 @@ def test_padding_beyond_the_cache_gives_numbers(window):
     layer, x = attention(window), inputs(12)
     positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
     y, carry = mix(layer, x, layer.init_carry(2, 5, x.dtype), positions, jnp.array([5, 3]))
-    expected, solo = in_segments(layer, x[:, :5], (5,), 5)
+    expected, solo = mixed_in_segments(layer, x[:, :5], (5,), 5)
     assert jnp.isfinite(y).all()
     assert relative_error(y[0, :5], expected[0]) < 1e-5
     assert relative_error(y[1, :3], expected[1, :3]) < 1e-5
@@ -128,7 +118,7 @@ def test_padding_beyond_the_cache_gives_numbers(window):
 
 def test_cache_and_output_of_bf16_are_bf16_and_biases_f32():
     layer = Attention(D, AttentionSizes(4, 2, d, bias=True), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    y, carry = in_segments(layer, inputs(5).astype(jnp.bfloat16), (5,), 5)
+    y, carry = mixed_in_segments(layer, inputs(5).astype(jnp.bfloat16), (5,), 5)
     assert y.dtype == carry.keys.dtype == carry.values.dtype == jnp.bfloat16
     assert layer.q_bias[...].dtype == layer.v_bias[...].dtype == jnp.float32
 

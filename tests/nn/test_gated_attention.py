@@ -12,7 +12,7 @@ from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.nn.attention import rotary_angles, rotate
 from jaxdelta.nn.gated_attention import GatedAttention
 from ports.compare import relative_error
-from tests.helpers import mix, parameters, randomised, rms_normalised
+from tests.helpers import mix, mixed_in_segments, parameters, randomised, rms_normalised
 
 CONFIG = Qwen3_5Config.tiny()
 A, G, d, D, R = CONFIG.num_query_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.width, CONFIG.rotary_dim
@@ -25,16 +25,6 @@ def attention():
 
 def inputs(T, B=2, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal((B, T, D)), jnp.float32)
-
-
-def in_segments(layer, x, lengths, max_length):
-    carry, outputs, start = layer.init_carry(x.shape[0], max_length, x.dtype), [], 0
-    for n in lengths:
-        positions = jnp.broadcast_to(jnp.arange(start, start + n), (x.shape[0], n))
-        y, carry = mix(layer, x[:, start : start + n], carry, positions)
-        outputs.append(y)
-        start += n
-    return jnp.concatenate(outputs, axis=1), carry
 
 
 def rotated(x, positions, theta=1e7, rotary_dim=R):
@@ -67,7 +57,7 @@ def definition(layer, x):
 
 def test_layer_equals_its_definition():
     layer, x = attention(), inputs(21)
-    assert relative_error(in_segments(layer, x, (21,), 21)[0], definition(layer, x)) < 1e-5
+    assert relative_error(mixed_in_segments(layer, x, (21,), 21)[0], definition(layer, x)) < 1e-5
 
 
 def test_rows_of_queries_and_gates_alternate_head_by_head():
@@ -79,27 +69,27 @@ def test_rows_of_queries_and_gates_alternate_head_by_head():
     rows[:, 1, :, 0] = gates[:, None]
     layer.q[...] = jnp.asarray(rows.reshape(A * 2 * d, D))
     x = inputs(9).at[..., 0].set(1.0)
-    whole, _ = in_segments(layer, x, (9,), 9)
+    whole, _ = mixed_in_segments(layer, x, (9,), 9)
     columns = np.arange(A * d) // d == 1
     layer.out[...] = jnp.where(columns, layer.out[...], 0)
-    assert relative_error(in_segments(layer, x, (9,), 9)[0], whole) < 1e-6
+    assert relative_error(mixed_in_segments(layer, x, (9,), 9)[0], whole) < 1e-6
     assert relative_error(whole, definition(layer, x)) < 1e-5
 
 
 def test_queries_of_a_segment_see_what_came_before_and_themselves():
     """Two tokens after five equal two single steps, and the last of them leaves the outputs of the others as they were."""
     layer, x = attention(), inputs(7)
-    together, _ = in_segments(layer, x, (5, 2), 7)
-    singly, _ = in_segments(layer, x, (5, 1, 1), 7)
+    together, _ = mixed_in_segments(layer, x, (5, 2), 7)
+    singly, _ = mixed_in_segments(layer, x, (5, 1, 1), 7)
     assert relative_error(together, singly) < 1e-6
-    changed, _ = in_segments(layer, x.at[:, -1].add(1.0), (5, 2), 7)
+    changed, _ = mixed_in_segments(layer, x.at[:, -1].add(1.0), (5, 2), 7)
     np.testing.assert_array_equal(changed[:, :-1], together[:, :-1])
     assert relative_error(changed[:, -1], together[:, -1]) > 1e-2
 
 
 def test_the_cache_after_segments_equals_that_of_one_pass():
     layer, x = attention(), inputs(31)
-    (y, carry), (y_whole, whole) = in_segments(layer, x, (12, 12, 7), 40), in_segments(layer, x, (31,), 40)
+    (y, carry), (y_whole, whole) = mixed_in_segments(layer, x, (12, 12, 7), 40), mixed_in_segments(layer, x, (31,), 40)
     assert relative_error(y, y_whole) < 1e-5
     for a, b in zip(carry, whole, strict=True):
         assert relative_error(a, b) < 1e-6
@@ -110,7 +100,7 @@ def test_prefixes_of_a_long_cache_hold_all_tokens_so_far():
     """Of 5,000 places the first 512 and 1,024 are filled to the last and crossed by single tokens."""
     layer, x = attention(), inputs(1100, B=1)
     expected = definition(layer, x)
-    y, _ = in_segments(layer, x, (511, 1, 1, 510, 1, 1, 75), 5000)
+    y, _ = mixed_in_segments(layer, x, (511, 1, 1, 510, 1, 1, 75), 5000)
     assert relative_error(y, expected) < 1e-5
     assert relative_error(y[:, 510:], expected[:, 510:]) < 1e-5
 
@@ -120,9 +110,9 @@ def test_blocks_of_queries_equal_shorter_segments():
     layer, x, weights = attention(), inputs(600, B=1), inputs(600, B=1, seed=1)
 
     def gradient(lengths):
-        return jax.grad(lambda x: jnp.sum(weights * in_segments(layer, x, lengths, 600)[0]))(x)
+        return jax.grad(lambda x: jnp.sum(weights * mixed_in_segments(layer, x, lengths, 600)[0]))(x)
 
-    assert relative_error(in_segments(layer, x, (600,), 600)[0], definition(layer, x)) < 1e-5
+    assert relative_error(mixed_in_segments(layer, x, (600,), 600)[0], definition(layer, x)) < 1e-5
     assert relative_error(gradient((600,)), gradient((300, 300))) < 1e-5
 
 
@@ -141,7 +131,7 @@ def test_rows_of_different_lengths_equal_their_solo_runs():
             outputs[row].append(y[row, :n])
         position += length
     for row, n in enumerate(position):
-        y, solo = in_segments(layer, x[row : row + 1, :n], (int(n),), 30)
+        y, solo = mixed_in_segments(layer, x[row : row + 1, :n], (int(n),), 30)
         assert relative_error(jnp.concatenate(outputs[row]), y[0]) < 1e-5
         for a, b in zip(carry, solo, strict=True):
             assert relative_error(a[row], b[0]) < 1e-6
@@ -149,7 +139,7 @@ def test_rows_of_different_lengths_equal_their_solo_runs():
 
 def test_cache_and_output_of_bf16_are_bf16():
     layer = GatedAttention(D, CONFIG.attention_of(3), CONFIG.norm_eps, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    y, carry = in_segments(layer, inputs(5).astype(jnp.bfloat16), (5,), 5)
+    y, carry = mixed_in_segments(layer, inputs(5).astype(jnp.bfloat16), (5,), 5)
     assert y.dtype == carry.keys.dtype == carry.values.dtype == jnp.bfloat16
     assert layer.q_norm[...].dtype == layer.k_norm[...].dtype == jnp.float32
 

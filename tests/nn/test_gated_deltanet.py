@@ -13,7 +13,7 @@ from jaxdelta.nn.gated_deltanet import GatedDeltaNet, log_decay
 from jaxdelta.nn.mixer import LinearCarry
 from jaxdelta.ops.delta_rule import LEAST
 from ports.compare import relative_error
-from tests.helpers import delta_rule, mix, parameters, randomised, rms_normalised, silu
+from tests.helpers import delta_rule, filled_carry, mix, parameters, randomised, rms_normalised, silu
 
 D = Qwen3_5Config.tiny().width
 
@@ -26,12 +26,6 @@ def linear_layer(key_heads=2, value_heads=6):
 
 def inputs(T, B=3, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal((B, T, D)), jnp.float32)
-
-
-def filled_carry(layer, B=3):
-    """A carry as it stands in the middle of a text."""
-    rng = np.random.default_rng(1)
-    return LinearCarry(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in layer.init_carry(B, 1, jnp.float32)))
 
 
 def in_segments(layer, x, carry, lengths):

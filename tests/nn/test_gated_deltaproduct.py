@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.nn.gated_deltaproduct import GatedDeltaProduct
-from jaxdelta.nn.mixer import LinearCarry, Span
+from jaxdelta.nn.mixer import Span
 from ports.compare import relative_error
-from tests.helpers import delta_product, mix, parameters, randomised, rms_normalised, silu
+from tests.helpers import delta_product, filled_carry, mix, parameters, randomised, rms_normalised, silu
 
 D, G, K, V = 20, 2, 6, 5  # model width, key heads, key and value dim
 B, T = 3, 19
@@ -50,12 +50,6 @@ def linear_layer(options="two steps"):
 
 def inputs(T=T, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal((B, T, D)), jnp.float32)
-
-
-def filled_carry(layer):
-    """A carry as it stands in the middle of a text."""
-    rng = np.random.default_rng(1)
-    return LinearCarry(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in layer.init_carry(B, 1, jnp.float32)))
 
 
 def sigmoid(x):

@@ -13,7 +13,7 @@ from jaxdelta.ops import delta_product as op
 from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked
 from ports.compare import relative_error
-from tests.helpers import TOLERANCE, delta_inputs, delta_product, dot_precisions
+from tests.helpers import TOLERANCE, assert_agree, delta_inputs, delta_product, dot_precisions
 
 recurrent = jax.jit(gated_delta_product, static_argnames=("num_householder", "scale"))
 chunked = jax.jit(gated_delta_product_chunked, static_argnames=("num_householder", "scale", "chunk_size"))
@@ -29,11 +29,6 @@ def product_inputs(seed, n, *, T=T, keys="cosine 0.5", decay="0 to -20", dtype, 
     """Arguments with a state to start from; k, v and beta of n steps a token."""
     x = delta_inputs(seed, T * n, keys=keys, decay=decay, dtype=dtype, **sizes)
     return x | {"q": x["q"][:, ::n], "g": x["g"][:, n - 1 :: n], "num_householder": n}
-
-
-def assert_agree(found, expected, tolerance):
-    for name, a, b in zip("oS", found, expected, strict=True):
-        assert relative_error(a, b) < tolerance, name
 
 
 @pytest.mark.parametrize(("keys", "decay"), REGIMES)

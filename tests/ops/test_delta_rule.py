@@ -11,17 +11,12 @@ from jax.test_util import check_grads
 from jaxdelta.dims import HIGHEST
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked, inverse_unit_lower
 from ports.compare import relative_error
-from tests.helpers import DECAYS, KEYS, TOLERANCE, delta_inputs, delta_rule, dot_precisions, unit_keys
+from tests.helpers import DECAYS, KEYS, TOLERANCE, assert_agree, delta_inputs, delta_rule, dot_precisions, unit_keys
 
 recurrent = jax.jit(gated_delta_rule, static_argnames="scale")
 chunked = jax.jit(gated_delta_rule_chunked, static_argnames=("scale", "chunk_size"))
 FORMS = pytest.mark.parametrize("rule", [recurrent, partial(chunked, chunk_size=2)], ids=["recurrent", "chunked"])
 NAMES = ("q", "k", "v", "g", "beta", "state")
-
-
-def assert_agree(found, expected, tolerance):
-    for name, a, b in zip("oS", found, expected, strict=True):
-        assert relative_error(a, b) < tolerance, name
 
 
 @FORMS
