@@ -31,7 +31,7 @@ from jaxdelta.checkpoints import Info, inspect, load_tokenizer
 from jaxdelta.documents import embedded_texts, read_documents, tokenize
 from jaxdelta.report.terminal import Output
 from ports import report
-from ports.references import UnusableReference
+from ports.packages import UnusableReference
 from ports.sides import PROGRESS, Job
 from ports.verdict import broken, judge, rotation_allowance
 
