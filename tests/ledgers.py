@@ -6,7 +6,7 @@ import numpy as np
 import xarray as xr
 
 import jaxdelta as jd
-from jaxdelta.analysis.transitions.maps import _dataset, measures, whole_defects
+from jaxdelta.analysis.transitions.ledger import _dataset, measures, whole_defects
 from jaxdelta.analysis.transitions.windows import WindowStream
 from tests.helpers import unit_keys
 

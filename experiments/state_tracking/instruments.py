@@ -27,7 +27,7 @@ from experiments.state_tracking.cells import Cell, Recipe
 from experiments.state_tracking.run import FOLDER, parameters_file
 from experiments.state_tracking.training import TEST, load_parameters, model_of
 from jaxdelta.analysis.representation import (
-    Span,
+    MovedSpan,
     head_accuracies,
     homomorphism_error,
     moved_span,
@@ -98,7 +98,7 @@ def instruments(group: Group, model: Decoder) -> list[dict]:
     ]
 
 
-def of_transitions(group: Group, A: np.ndarray, span: Span) -> dict:
+def of_transitions(group: Group, A: np.ndarray, span: MovedSpan) -> dict:
     """What the transitions [G, K, K] of one head represent, on the directions that it moves most."""
     d = minimal_representation(group).dimension
     irreps = real_irreps(generated(group))

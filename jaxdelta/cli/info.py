@@ -4,7 +4,7 @@ import argparse
 
 from jaxdelta.cli.arguments import MODEL_HELP
 from jaxdelta.report.sheet import Facts
-from jaxdelta.report.terminal import Output
+from jaxdelta.report.terminal import Terminal
 
 
 def add_info(commands) -> None:
@@ -21,7 +21,7 @@ def add_info(commands) -> None:
     info.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
 
 
-def info_command(arguments: argparse.Namespace, console: Output) -> None:
+def info_command(arguments: argparse.Namespace, console: Terminal) -> None:
     """Describe a checkpoint."""
     from jaxdelta.checkpoints import inspect
     from jaxdelta.runs.capacity import gib, run_memory

@@ -4,7 +4,7 @@ import argparse
 
 from jaxdelta.cli.arguments import MODEL_HELP, SEED, add_document_arguments, opened
 from jaxdelta.cli.progress import progress
-from jaxdelta.report.terminal import Output
+from jaxdelta.report.terminal import Terminal
 
 
 def add_ledger(commands) -> None:
@@ -27,7 +27,7 @@ def add_ledger(commands) -> None:
     )
 
 
-def ledger_command(arguments: argparse.Namespace, console: Output) -> None:
+def ledger_command(arguments: argparse.Namespace, console: Terminal) -> None:
     """The ledger of products of Householder factors, or with a model that of its transitions."""
     of_claims = {"dim": 16, "draws": 200, "seed": 0}
     of_model = {
@@ -50,9 +50,9 @@ def ledger_command(arguments: argparse.Namespace, console: Output) -> None:
     (_model_ledger if has_model else _claims_ledger)(arguments, console)
 
 
-def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
+def _claims_ledger(arguments: argparse.Namespace, console: Terminal) -> None:
     from jaxdelta.analysis.transitions.claims import ledger
-    from jaxdelta.report.ledger import tables
+    from jaxdelta.report.claims import tables
 
     rows = ledger(dim=arguments.dim, draws=arguments.draws, seed=arguments.seed, out=arguments.out)
     console.print(tables(rows), highlight=False)
@@ -60,8 +60,8 @@ def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
         console.written(arguments.out, ["rows.csv", "rows.parquet", "manifest.json"])
 
 
-def _model_ledger(arguments: argparse.Namespace, console: Output) -> None:
-    from jaxdelta.analysis.transitions.maps import ledger_of
+def _model_ledger(arguments: argparse.Namespace, console: Terminal) -> None:
+    from jaxdelta.analysis.transitions.ledger import ledger_of
     from jaxdelta.report import transitions as report
 
     out, model, documents = opened(arguments, "ledger")

@@ -4,7 +4,7 @@ import argparse
 
 from jaxdelta.cli.arguments import SEED, add_run_arguments, opened
 from jaxdelta.cli.progress import progress
-from jaxdelta.report.terminal import Output
+from jaxdelta.report.terminal import Terminal
 
 
 def add_sensitivity(commands) -> None:
@@ -34,13 +34,14 @@ def add_sensitivity(commands) -> None:
         "--directions", type=int, help="with --validate: directions measured, drawn at random; 0: all; default: 128"
     )
     maps.add_argument(
+        "--costly-estimators",
         "--dear",
         action="store_true",
         help="with --validate: also Gauss-Newton, exact local effects and integrated gradients, for directions",
     )
 
 
-def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
+def sensitivity_command(arguments: argparse.Namespace, console: Terminal) -> None:
     """Run sensitivities, and on request measured removals, and print what they say."""
     from jaxdelta.analysis.sensitivity import validation
     from jaxdelta.analysis.sensitivity.maps import sensitivity_maps
@@ -50,9 +51,9 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
 
     if arguments.validate and (arguments.loss != "next_token" or arguments.rank is not None):
         raise ValueError("--validate measures removals by the next-token loss of the untouched model: no --loss, no --rank")
-    for option in ("directions", "dear"):
+    for option in ("directions", "costly_estimators"):
         if getattr(arguments, option) not in (None, False) and not arguments.validate:
-            raise ValueError(f"--{option} is for --validate, which measures removals")
+            raise ValueError(f"--{option.replace('_', '-')} is for --validate, which measures removals")
     directions = 128 if arguments.directions is None else arguments.directions
     if directions < 0:
         raise ValueError(f"--directions is {directions}; expected at least 1, or 0 for all")
@@ -81,7 +82,7 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
                 documents,
                 maps,
                 directions=directions,
-                dear=arguments.dear,
+                costly_estimators=arguments.costly_estimators,
                 seed=arguments.seed,
                 out=removals,
                 name=arguments.model,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdelta.ops.directions import below_rounding, directions, gates, scaled
+from jaxdelta.ops.directions import below_rounding, directions, gate_derivatives, scaled
 from tests.helpers import matrices_of_spectrum, relative_error, truncated
 
 SHAPES = pytest.mark.parametrize("shape", [(24, 31), (31, 24), (128, 128)], ids=["K<V", "K>V", "128"])
@@ -30,7 +30,7 @@ SPECTRA = {
     "rank 5": lambda n: np.r_[1, 0.9, 1e-3, 1e-4, 1e-5, np.zeros(n - 5)],
 }
 SPECTRUM = pytest.mark.parametrize("spectrum", SPECTRA)
-_directions, _gates = jax.jit(directions), jax.jit(gates)
+_directions, _gates = jax.jit(directions), jax.jit(gate_derivatives)
 
 
 def states(spectrum: str, shape: tuple[int, int], scale: float = 1.0) -> np.ndarray:

@@ -28,8 +28,8 @@ class HeadAccuracy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LikeliestWords:
-    """The word with the largest logit at each token, Int[B T]."""
+class LikeliestTokens:
+    """The token with the largest logit at each place, Int[B T]."""
 
     names = ()
 
@@ -38,7 +38,7 @@ class LikeliestWords:
 
 
 def head_accuracies(model: Decoder, tokens: Int[np.ndarray, "B T"], targets: Int[np.ndarray, "B T"]) -> HeadAccuracy:
-    """Ablate each head of the first layer; ``targets``: the right word after each token.
+    """Ablate each head of the first layer; ``targets``: the right token after each.
 
     Raises:
         ValueError: the model has more than one layer, or that is attention.
@@ -52,6 +52,6 @@ def head_accuracies(model: Decoder, tokens: Int[np.ndarray, "B T"], targets: Int
     found = []
     for heads in lost:
         edits = without_outputs(model.config, np.broadcast_to(heads, (B, 1, H)))
-        (step,) = iterate(model, text, observers=(LikeliestWords(),), edits=edits)
+        (step,) = iterate(model, text, observers=(LikeliestTokens(),), edits=edits)
         found.append(np.mean(step.observed[0] == targets))
     return HeadAccuracy(float(found[0]), np.array(found[1 : 1 + H]), np.array(found[1 + H :]))

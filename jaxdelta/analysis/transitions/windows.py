@@ -32,7 +32,7 @@ from jaxtyping import Float
 
 ACTIVE = 0.1
 FORGOTTEN = 0.5
-KINDS = ("active", "forgotten")
+SUBSPACES = ("active", "forgotten")
 ANGLE_EDGES = np.arange(0.0, 95.0, 5.0)  # degrees
 
 
@@ -54,7 +54,7 @@ class Reading(NamedTuple):
     Attributes:
         kept: Float[*batch K], singular values of P, descending.
         changed: Float[*batch K], singular values of P - I, descending.
-        bases: of each of ``KINDS`` Float[*batch K R], orthonormal columns, and zeros where the subspace has fewer.
+        bases: of each of ``SUBSPACES`` Float[*batch K R], orthonormal columns, and zeros where the subspace has fewer.
     """
 
     kept: np.ndarray
@@ -122,7 +122,7 @@ class WindowSums:
         self._sums = {name: np.zeros((layers, heads, *size)) for name, size in sizes.items()}
         self._smallest = np.full((layers, heads), np.inf)
         self._largest = np.full((layers, heads), -np.inf)
-        self._mixing = {(layer, kind): Mixing(heads, key_dim) for layer in range(layers) for kind in KINDS}
+        self._mixing = {(layer, kind): Mixing(heads, key_dim) for layer in range(layers) for kind in SUBSPACES}
 
     def add(self, layer: int, window: Window, log_decay: Float[np.ndarray, "N H"]) -> None:
         """Successive windows of a layer, with leading axes [N, H], and the logs of their decays."""
@@ -139,7 +139,7 @@ class WindowSums:
             self._sums[name][layer] += x.sum(axis=0)
         self._smallest[layer] = np.minimum(self._smallest[layer], found.kept.min(axis=(0, -1)))
         self._largest[layer] = np.maximum(self._largest[layer], found.kept.max(axis=(0, -1)))
-        for kind, bases in zip(KINDS, found.bases, strict=True):
+        for kind, bases in zip(SUBSPACES, found.bases, strict=True):
             self._mixing[layer, kind].add(bases)
 
     def means(self) -> dict[str, np.ndarray]:
@@ -152,8 +152,8 @@ class WindowSums:
             **{name: x / count.reshape(count.shape + (1,) * (x.ndim - 2)) for name, x in self._sums.items()},
             **{name: np.where(np.isfinite(x), x, np.nan) for name, x in extremes.items()},
             **{
-                name: np.stack([np.stack([of_subspaces[layer, k][name] for k in KINDS], axis=1) for layer in layers])
-                for name in of_subspaces[0, KINDS[0]]
+                name: np.stack([np.stack([of_subspaces[layer, k][name] for k in SUBSPACES], axis=1) for layer in layers])
+                for name in of_subspaces[0, SUBSPACES[0]]
             },
         }
 
