@@ -14,7 +14,7 @@ from jaxdelta.analysis.sensitivity.maps import sensitivity, sensitivity_maps, ta
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, OfHidden, OfLogits
 from jaxdelta.analysis.sweep import sweep
 from jaxdelta.analysis.transitions.claims import ledger
-from jaxdelta.analysis.transitions.maps import ledger_of
+from jaxdelta.analysis.transitions.ledger import ledger_of
 from jaxdelta.checkpoints import CheckpointError, embedded_models, inspect, load, save
 from jaxdelta.documents import Document
 from jaxdelta.implementation import Implementation

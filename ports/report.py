@@ -18,7 +18,7 @@ from rich.markup import escape
 from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
 from ports.compare import ARRAYS, LOGITS_OF_POSITION, position_arrays, to_json
-from ports.verdict import BF16_FACTOR, EXTREME, MARGINS, Line, broken
+from ports.verdict import BF16_FACTOR, EXTREME, MARGINS, Verdict, broken
 
 TITLE = "# Equivalence of jaxdelta and its torch reference"
 FILES = ("report.md", "comparison.json", "drift.png", "drift.svg")
@@ -37,9 +37,9 @@ NOT_COMPARED = (
 )
 
 
-def drift_rows(comparison: dict[str, Any], lines: Sequence[Line]) -> Rows:
+def drift_rows(comparison: dict[str, Any], verdicts: Sequence[Verdict]) -> Rows:
     """A row for each carried array: its error after the first and the last segment, the worst, and its bound."""
-    by_name = {line.name: line for line in lines}
+    by_name = {verdict.name: verdict for verdict in verdicts}
 
     def ends(index: int, name: str) -> list[str]:
         return [_number(comparison["segments"][i]["layers"][index][name]) for i in (0, -1)]
@@ -51,10 +51,10 @@ def drift_rows(comparison: dict[str, Any], lines: Sequence[Line]) -> Rows:
     ]
 
 
-def other_rows(comparison: dict[str, Any], lines: Sequence[Line]) -> Rows:
+def other_rows(comparison: dict[str, Any], verdicts: Sequence[Verdict]) -> Rows:
     """A row for everything else that has a bound: whole caches, logits, losses."""
     carried = sum(len(layer) for layer in comparison["segments"][0]["layers"])  # which come first
-    return [[line.name, *_judged(line)] for line in lines[carried:]]
+    return [[verdict.name, *_judged(verdict)] for verdict in verdicts[carried:]]
 
 
 def facts(comparison: dict[str, Any], dtype: str) -> dict[str, str]:
@@ -84,43 +84,45 @@ def facts(comparison: dict[str, Any], dtype: str) -> dict[str, str]:
     }
 
 
-def bounds_in_words(lines: Sequence[Line], dtype: str) -> str:
+def bounds_in_words(verdicts: Sequence[Verdict], dtype: str) -> str:
     """How the bounds came about."""
     if dtype == "bfloat16":
         return (
             f"{BF16_FACTOR} times the error that the reference's own bfloat16 run of the same text has against its float32 "
             "run. This bounds what bfloat16 costs; it is too wide to show that both compute the same: for that run float32."
         )
-    bound = min(line.bound for line in lines)
+    bound = min(verdict.bound for verdict in verdicts)
     return (
         f"{bound:.0e} for carried arrays and logits of a segment, {EXTREME} times that for one position or one loss. Keys "
         "have an allowance that grows with the text, for the reference rounds the frequencies of the rotation in float32."
     )
 
 
-def print_report(comparison: dict[str, Any], lines: Sequence[Line], dtype: str, console: Console) -> None:
+def print_report(comparison: dict[str, Any], verdicts: Sequence[Verdict], dtype: str, console: Console) -> None:
     """Tables, facts and verdict."""
-    console.print(_table("Drift: relative error of what crosses a boundary", DRIFT_HEADINGS, drift_rows(comparison, lines)))
-    console.print(_table("Logits, losses and caches", OTHER_HEADINGS, other_rows(comparison, lines)))
+    console.print(
+        _table("Drift: relative error of what crosses a boundary", DRIFT_HEADINGS, drift_rows(comparison, verdicts))
+    )
+    console.print(_table("Logits, losses and caches", OTHER_HEADINGS, other_rows(comparison, verdicts)))
     for name, text in facts(comparison, dtype).items():
         console.print(f"[bold]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)
-    console.print(f"[bold]Bounds:[/] {bounds_in_words(lines, dtype)}", highlight=False, soft_wrap=True)
-    for text in (wrong := broken(comparison, lines)):
+    console.print(f"[bold]Bounds:[/] {bounds_in_words(verdicts, dtype)}", highlight=False, soft_wrap=True)
+    for text in (wrong := broken(comparison, verdicts)):
         console.print(f"[bold red]broken:[/] {escape(text)}", highlight=False, soft_wrap=True)
     if not wrong:
-        console.print(f"[bold green]All {len(lines)} bounds hold.[/]", highlight=False)
+        console.print(f"[bold green]All {len(verdicts)} bounds hold.[/]", highlight=False)
 
 
 def write_report(
-    folder: Path, comparison: dict[str, Any], lines: Sequence[Line], subject: dict[str, str], dtype: str
+    folder: Path, comparison: dict[str, Any], verdicts: Sequence[Verdict], subject: dict[str, str], dtype: str
 ) -> None:
     """Write FILES; ``subject`` says in words what was compared."""
-    judged = [{**line._asdict(), "holds": line.holds} for line in lines]
+    judged = [{**verdict._asdict(), "holds": verdict.holds} for verdict in verdicts]
     content = to_json({"subject": subject, "lines": judged, **comparison})
     (folder / "comparison.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    drawn = figure(comparison, lines, f"{subject['Model']}, {dtype}: error against the reference in float32")
+    drawn = figure(comparison, verdicts, f"{subject['Model']}, {dtype}: error against the reference in float32")
     save_figures({"drift": drawn}, folder)
-    (folder / "report.md").write_text(markdown(comparison, lines, subject, dtype), encoding="utf-8")
+    (folder / "report.md").write_text(markdown(comparison, verdicts, subject, dtype), encoding="utf-8")
 
 
 def is_report(folder: Path) -> bool:
@@ -130,25 +132,25 @@ def is_report(folder: Path) -> bool:
     return bool(files) and all(file.read_bytes().startswith(text.encode()) for file, text in files.items())
 
 
-def markdown(comparison: dict[str, Any], lines: Sequence[Line], subject: dict[str, str], dtype: str) -> str:
+def markdown(comparison: dict[str, Any], verdicts: Sequence[Verdict], subject: dict[str, str], dtype: str) -> str:
     """The report."""
-    wrong = broken(comparison, lines)
-    verdict = [f"**Broken:** {text}" for text in wrong] or [f"**All {len(lines)} bounds hold.**"]
+    wrong = broken(comparison, verdicts)
+    outcome = [f"**Broken:** {text}" for text in wrong] or [f"**All {len(verdicts)} bounds hold.**"]
     warnings = [f"**Not a tested version:** {name}" for name in comparison["reference"]["untested"]]
     parts = [
         f"{TITLE}: {subject['Model']}",
-        _bullets([*verdict, *warnings]),
-        f"Bounds: {bounds_in_words(lines, dtype)}",
+        _bullets([*outcome, *warnings]),
+        f"Bounds: {bounds_in_words(verdicts, dtype)}",
         "## What was compared",
         _bullets(f"{name}: {text}" for name, text in subject.items()),
         "Errors are relative Frobenius errors, computed in float64. Keys and values are compared where each segment wrote "
         'them, and the whole cache once more at the end. "First" and "last" are after the first and the last segment.',
         "## Logits and losses",
         _bullets(f"{name}: {text}" for name, text in facts(comparison, dtype).items()),
-        _markdown_table(OTHER_HEADINGS, other_rows(comparison, lines)),
+        _markdown_table(OTHER_HEADINGS, other_rows(comparison, verdicts)),
         "## Drift of what crosses a boundary",
         "![Drift by segment, and logit error by position](drift.png)",
-        _markdown_table(DRIFT_HEADINGS, drift_rows(comparison, lines)),
+        _markdown_table(DRIFT_HEADINGS, drift_rows(comparison, verdicts)),
         "## What was not compared",
         _bullets(NOT_COMPARED),
         "## Where it ran",
@@ -177,7 +179,7 @@ def cost(side: dict[str, Any]) -> str:
     return f"{seconds}; peak memory {side['peak_bytes'] / 2**30:.2f} GiB"
 
 
-def figure(comparison: dict[str, Any], lines: Sequence[Line], title: str) -> Figure:
+def figure(comparison: dict[str, Any], verdicts: Sequence[Verdict], title: str) -> Figure:
     """Drift of each layer after each segment, linear and attention layers apart, above the logit error of each position."""
     drawn = Figure(figsize=(9, 7), layout="constrained")
     drawn.suptitle(title)
@@ -187,9 +189,9 @@ def figure(comparison: dict[str, Any], lines: Sequence[Line], title: str) -> Fig
         if comparison["yardstick"]:
             _draw_drift(panels[kind], comparison["yardstick"], kind, lambda layer: "0.8")
         _draw_drift(panels[kind], comparison, kind, colours.to_rgba)
-        _finish_drift(panels[kind], kind, lines, bool(comparison["yardstick"]))
+        _finish_drift(panels[kind], kind, verdicts, bool(comparison["yardstick"]))
     drawn.colorbar(colours, ax=panels["attention"], label="layer").locator = MaxNLocator(integer=True)
-    _draw_positions(panels["logits"], comparison, lines)
+    _draw_positions(panels["logits"], comparison, verdicts)
     return drawn
 
 
@@ -202,12 +204,12 @@ def _draw_drift(axes: Axes, result: dict[str, Any], kind: str, colour: Callable[
             axes.plot(ends, errors, style, color=colour(index), markersize=3, linewidth=1)
 
 
-def _finish_drift(axes: Axes, kind: str, lines: Sequence[Line], has_yardstick: bool) -> None:
+def _finish_drift(axes: Axes, kind: str, verdicts: Sequence[Verdict], has_yardstick: bool) -> None:
     for name, style in zip(ARRAYS[kind], STYLES, strict=True):
         axes.plot([], [], style, color="0.3", markersize=3, linewidth=1, label=name)
     if has_yardstick:
         axes.plot([], [], color="0.8", label="the reference in bfloat16")
-    elif bounds := sorted({line.bound for line in lines if f"({kind})" in line.name}):
+    elif bounds := sorted({verdict.bound for verdict in verdicts if f"({kind})" in verdict.name}):
         axes.axhline(bounds[0], color="C3", linestyle="--", linewidth=1, label="bound")
         for bound in bounds[1:]:
             axes.axhline(bound, color="C3", linestyle="-.", linewidth=1, label="bound of keys")
@@ -215,19 +217,19 @@ def _finish_drift(axes: Axes, kind: str, lines: Sequence[Line], has_yardstick: b
     axes.legend(framealpha=0.8, fontsize="small")
 
 
-def _draw_positions(axes: Axes, comparison: dict[str, Any], lines: Sequence[Line]) -> None:
+def _draw_positions(axes: Axes, comparison: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
     at = position_arrays(comparison)
     axes.plot(at.difference / at.size, linewidth=0.6, color="C0")
     for segment in comparison["segments"][1:]:
         axes.axvline(segment["begin"], color="0.85", linewidth=0.8, zorder=0)
-    bound = next(line.bound for line in lines if line.name == LOGITS_OF_POSITION)
+    bound = next(verdict.bound for verdict in verdicts if verdict.name == LOGITS_OF_POSITION)
     axes.axhline(bound, color="C3", linestyle="--", linewidth=1, label="bound")
     axes.set(yscale="log", xlabel="token", ylabel="relative error", title="logits of each position")
     axes.legend(framealpha=0.8, fontsize="small")
 
 
-def _judged(line: Line) -> list[str]:
-    return [_number(line.error), line.where, _number(line.bound), "yes" if line.holds else "NO"]
+def _judged(verdict: Verdict) -> list[str]:
+    return [_number(verdict.error), verdict.where, _number(verdict.bound), "yes" if verdict.holds else "NO"]
 
 
 def _number(value: float | None) -> str:
@@ -237,7 +239,7 @@ def _number(value: float | None) -> str:
 def _table(title: str, headings: Sequence[str], rows: Rows) -> Sheet:
     view = Sheet(title)
     for heading in headings:
-        view.add_column(heading, words=heading in ("layer", "compared", "at", "holds"))
+        view.add_column(heading, prose=heading in ("layer", "compared", "at", "holds"))
     for row in rows:
         view.add_row(*row, style="bold red" if row[-1] == "NO" else None)
     return view

@@ -71,12 +71,12 @@ def reference_side(work: Path, say: Say) -> None:
     Raises:
         UnusableReference: it is missing, of an untested version, or does not carry its state.
     """
-    from ports.references import check_segments, reference_class, untested
+    from ports.packages import untested
+    from ports.reference import check_segments, load_reference
 
     job, tokens, clock = Job.read(work), np.load(work / "tokens.npy"), Clock()
-    folder = Path(job.reference_folder)
     say("loading")
-    reference = reference_class(folder)(folder, any_version=job.any_version)
+    reference = load_reference(Path(job.reference_folder), any_version=job.any_version)
     load_s = clock.lap()
     say("checking that segments continue one another")
     probe = check_segments(reference, tokens)
@@ -103,12 +103,11 @@ def reference_side(work: Path, say: Say) -> None:
 def yardstick_side(work: Path, say: Say) -> None:
     """Compare the reference in the job's dtype with the reference in f32."""
     from ports.compare import Comparison
-    from ports.references import reference_class
+    from ports.reference import load_reference
 
     job, tokens, clock = Job.read(work), np.load(work / "tokens.npy"), Clock()
-    folder = Path(job.reference_folder)
     say("loading")
-    reference = reference_class(folder)(folder, job.dtype, any_version=job.any_version)
+    reference = load_reference(Path(job.reference_folder), job.dtype, any_version=job.any_version)
     load_s, kinds = clock.lap(), reference.layer_kinds
     comparison = Comparison(kinds, tokens, (f"reference in {job.dtype}", "reference"))
     segments = reference.segments(tokens, job.splits)

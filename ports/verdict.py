@@ -26,7 +26,7 @@ BF16_FACTOR = 3
 MARGINS = {"float32": 1e-3, "bfloat16": 0.1}  # by which the reference's most likely word leads where choices are counted
 
 
-class Line(NamedTuple):
+class Verdict(NamedTuple):
     """An error held against its bound.
 
     Attributes:
@@ -59,7 +59,7 @@ def rotation_allowance(config: DecoderConfig, num_tokens: int) -> float:
     return num_tokens * max(frequencies, default=0.0) * 2.0**-23
 
 
-def judge(comparison: dict[str, Any], *, num_parameters: int, dtype: str, rotation: float = 0.0) -> list[Line]:
+def judge(comparison: dict[str, Any], *, num_parameters: int, dtype: str, rotation: float = 0.0) -> list[Verdict]:
     """Every error of a comparison against its bound; ``rotation``: of :func:`rotation_allowance`."""
     errors = worst_errors(comparison)
     if dtype == "bfloat16":
@@ -70,10 +70,10 @@ def judge(comparison: dict[str, Any], *, num_parameters: int, dtype: str, rotati
         extremes = (LOGITS_OF_POSITION, LOSS, RUN_LOSS)
         scale = {name: bound * EXTREME if name in extremes else bound for name in errors}
         scale |= {name: bound + rotation for name in errors if ": keys" in name}
-    return [Line(name, *worst, scale[name]) for name, worst in errors.items()]
+    return [Verdict(name, *worst, scale[name]) for name, worst in errors.items()]
 
 
-def broken(comparison: dict[str, Any], lines: list[Line]) -> list[str]:
+def broken(comparison: dict[str, Any], verdicts: list[Verdict]) -> list[str]:
     """What is broken, in words: arrays that are not finite by side, layer and segment, then bounds."""
     lost = [
         f"NaN or infinity in {found['array']} of {found['side']}"
@@ -82,7 +82,7 @@ def broken(comparison: dict[str, Any], lines: list[Line]) -> list[str]:
         for found in part.get("nonfinite", [])
     ]
     return lost + [
-        f"{line.name}: {line.error:.1e} at {line.where}, at most {line.bound:.1e} allowed"
-        for line in lines
-        if not line.holds
+        f"{verdict.name}: {verdict.error:.1e} at {verdict.where}, at most {verdict.bound:.1e} allowed"
+        for verdict in verdicts
+        if not verdict.holds
     ]

@@ -30,9 +30,9 @@ from rich.markup import escape
 
 from jaxdelta.checkpoints import Info, inspect, load_tokenizer
 from jaxdelta.documents import embedded_texts, read_documents, tokenize
-from jaxdelta.report.terminal import Output
+from jaxdelta.report.terminal import Terminal
 from ports import report
-from ports.references import UnusableReference
+from ports.packages import UnusableReference
 from ports.sides import PROGRESS, Job
 from ports.verdict import broken, judge, rotation_allowance
 
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; gives its exit status."""
     arguments = parser().parse_args(argv)
-    console, errors = Output(), Output(stderr=True)
+    console, errors = Terminal(), Terminal(stderr=True)
     try:
         with _terminable():
             return _run(arguments, console)
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _run(arguments: argparse.Namespace, console: Output) -> int:
+def _run(arguments: argparse.Namespace, console: Terminal) -> int:
     info = inspect(arguments.model, revision=arguments.revision)
     if arguments.tokens < 2:
         raise ValueError(f"--tokens is {arguments.tokens}; at least 2 are needed to score one")
@@ -124,12 +124,12 @@ def _run(arguments: argparse.Namespace, console: Output) -> int:
     where = str(info.folder.resolve())
     comparison = run_sides(Job(where, where, arguments.dtype, splits, arguments.any_version), info, tokens, console)
     rotation = rotation_allowance(info.config, tokens.shape[1])
-    lines = judge(comparison, num_parameters=info.num_parameters, dtype=arguments.dtype, rotation=rotation)
+    verdicts = judge(comparison, num_parameters=info.num_parameters, dtype=arguments.dtype, rotation=rotation)
     subject = describe(arguments, info, tokens, text, splits, comparison)
-    report.write_report(folder, comparison, lines, subject, arguments.dtype)
-    report.print_report(comparison, lines, arguments.dtype, console)
+    report.write_report(folder, comparison, verdicts, subject, arguments.dtype)
+    report.print_report(comparison, verdicts, arguments.dtype, console)
     console.written(folder, report.FILES)
-    return BROKEN if broken(comparison, lines) else HOLDS
+    return BROKEN if broken(comparison, verdicts) else HOLDS
 
 
 def read_tokens(info: Info, file: Path | None, limit: int, tokenizer: Path | None = None) -> tuple[np.ndarray, str]:

@@ -6,7 +6,7 @@ import numpy as np
 import xarray as xr
 
 import jaxdelta as jd
-from jaxdelta.analysis.transitions.maps import _dataset, measures, whole_defects, window_streams
+from jaxdelta.analysis.transitions.ledger import _dataset, measures, whole_defects, window_streams
 from tests.helpers import unit_keys
 
 # k [T * n, H, K], beta [T * n, H] and g [T, H] of each linear layer

@@ -32,7 +32,7 @@ HELD_OUT = frozenset({"kjv_daniel", "henry_v", "jargon_c", "macbeth", "merchant_
 
 
 @dataclass(frozen=True)
-class Document:
+class CorpusDocument:
     """One document of the corpus.
 
     Attributes:
@@ -117,7 +117,7 @@ def _cut(text: str, starts: Mapping[str, int]) -> dict[str, str]:
     return {name: text[begin:end].strip("\n") + "\n" for name, (begin, end) in zip(starts, pairwise(bounds), strict=True)}
 
 
-def load_documents(path: Path = ARCHIVE) -> tuple[Document, ...]:
+def load_documents(path: Path = ARCHIVE) -> tuple[CorpusDocument, ...]:
     """Every document of the archive: Bible, Jargon File, then plays and poems in alphabetical order."""
     files = read_archive(path)
     registers = {
@@ -125,10 +125,12 @@ def load_documents(path: Path = ARCHIVE) -> tuple[Document, ...]:
         "technical": split_jargon(files.pop("jargon")),
         "drama": files,
     }
-    return tuple(Document(name, register, text) for register, texts in registers.items() for name, text in texts.items())
+    return tuple(
+        CorpusDocument(name, register, text) for register, texts in registers.items() for name, text in texts.items()
+    )
 
 
-def split_documents(documents: Iterable[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+def split_documents(documents: Iterable[CorpusDocument]) -> tuple[tuple[CorpusDocument, ...], tuple[CorpusDocument, ...]]:
     """``documents`` as (training, held out); raises ValueError where a held-out document is missing."""
     documents = tuple(documents)
     held_out = tuple(document for document in documents if document.name in HELD_OUT)
@@ -146,7 +148,7 @@ def cut_stretch(stretch: Stretch, text: str) -> str:
     return "\n".join(lines[lines.index(stretch.opening) : lines.index(stretch.ending)]).strip("\n") + "\n"
 
 
-def embedded_documents(held_out: Iterable[Document]) -> dict[str, str]:
+def embedded_documents(held_out: Iterable[CorpusDocument]) -> dict[str, str]:
     """The stretches of held-out documents that ship with the library, by name."""
     texts = {document.name: document.text for document in held_out}
     return {name: cut_stretch(stretch, texts[stretch.source]) for name, stretch in STRETCHES.items()}
@@ -203,7 +205,7 @@ def write_documents(texts: Mapping[str, str], folder: Path = DOCUMENTS) -> None:
 
 
 def split_table(
-    tokenizer: Tokenizer, train: Sequence[Document], held_out: Sequence[Document], embedded: Mapping[str, str]
+    tokenizer: Tokenizer, train: Sequence[CorpusDocument], held_out: Sequence[CorpusDocument], embedded: Mapping[str, str]
 ) -> Iterator[str]:
     """Lines of the table of splits: training text by register, held-out and embedded documents one by one."""
     groups: dict[tuple[str, str, str], str] = {}

@@ -2,7 +2,7 @@
 
 For the embedded held-out documents: sensitivity maps of the control model, then measured removals on the same tokens, of
 directions of one boundary's states (96 drawn at random, the same in every document), of every head's output and state, and
-of layers. Besides first order and Fisher, the dearer estimates are made for the directions.
+of layers. Besides first order and Fisher, the costly estimates are made for the directions.
 
     python -m experiments.sensitivity.run            17 minutes of CPU time; continues where it was killed
     python -m experiments.sensitivity.plot           reads only what the run wrote
@@ -46,7 +46,7 @@ def main() -> None:
             documents,
             maps,
             directions=arguments.directions,
-            dear=True,
+            costly_estimators=True,
             steps=arguments.steps,
             out=arguments.out / "removals",
             name=arguments.model,

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxdelta.ops.low_rank import largest_rank
-from jaxdelta.runs import capacity as memory
+from jaxdelta.runs import capacity
 from jaxdelta.runs.interventions import Truncate
 from jaxdelta.runs.segments import _segment, run, segment_arguments
 from ports.qwen3_5.full_size import random_model
@@ -34,8 +34,8 @@ def main() -> None:
     model = random_model(arguments.dtype)
     rows = arguments.documents * len(ranks)
     sizes = dict(dtype=arguments.dtype, segment=arguments.segment, max_length=arguments.length)
-    needed = memory.run_memory(model.config, **sizes)
-    batch = memory.rows_that_fit(needed, rows)
+    needed = capacity.run_memory(model.config, **sizes)
+    batch = capacity.rows_that_fit(needed, rows)
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {arguments.dtype}; {rows} rows in batches of {batch}")
     rng = np.random.default_rng(0)
     documents = rng.integers(0, model.config.vocab_size, (arguments.documents, arguments.length))
@@ -52,8 +52,8 @@ def main() -> None:
             run(model, tokens[part], segment=arguments.segment, intervention=cut)
         print(f"{'with compilation' if repeat == 0 else 'compiled'}: {time.perf_counter() - begun:.2f} s", flush=True)
     stats = jax.devices()[0].memory_stats() or {}
-    peak = memory.gib(stats["peak_bytes_in_use"]) if "peak_bytes_in_use" in stats else "not known here"
-    print(f"memory: estimated {memory.gib(needed.total(batch))}, peak {peak}")
+    peak = capacity.gib(stats["peak_bytes_in_use"]) if "peak_bytes_in_use" in stats else "not known here"
+    print(f"memory: estimated {capacity.gib(needed.total(batch))}, peak {peak}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, fields
 from itertools import product
 from typing import Any
 
+from jaxdelta.groups import group_of
 from jaxdelta.models.config import DeltaLMConfig
-from jaxdelta.tasks.state_tracking import group_of
 
 GROUPS = ("Z2", "Z3", "Z7", "S3", "S4", "A5", "S5", "S5_limit_2", "S5_limit_3", "S5_limit_4")
 

@@ -27,7 +27,7 @@ from experiments.state_tracking.cells import Cell, Recipe
 from experiments.state_tracking.run import FOLDER, parameters_file
 from experiments.state_tracking.training import TEST, load_parameters, model_of
 from jaxdelta.analysis.representation import (
-    Span,
+    MovedSpan,
     head_accuracies,
     homomorphism_error,
     moved_span,
@@ -37,12 +37,13 @@ from jaxdelta.analysis.representation import (
     token_steps,
     transitions,
 )
+from jaxdelta.groups import Group, generated, group_of, minimal_representation, real_irreps
 from jaxdelta.models.carry import states
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.spectra import effective_rank, threshold_rank
 from jaxdelta.results.documents import Item, rows_of
 from jaxdelta.results.folder import Results
-from jaxdelta.tasks.state_tracking import Group, generated, group_of, minimal_representation, real_irreps, words
+from jaxdelta.tasks.state_tracking import words
 
 COUNT, LENGTH = 64, 64  # words on which heads are ablated and states are made
 
@@ -79,7 +80,7 @@ def table_of(rows: list[dict]) -> pa.Table:
 def instruments(group: Group, model: Decoder) -> list[dict]:
     """A row for each head of a one-layer model: what the task needs of it, what it moves, and as what that multiplies."""
     drawn = words(group, count=COUNT, length=LENGTH, seed=(TEST, 1))
-    accuracies = head_accuracies(model, drawn)
+    accuracies = head_accuracies(model, *drawn)
     steps = token_steps(model)
     A = transitions(steps)
     (S,) = states(model(drawn.tokens, model.init_carry(*drawn.tokens.shape)).carry)
@@ -97,7 +98,7 @@ def instruments(group: Group, model: Decoder) -> list[dict]:
     ]
 
 
-def of_transitions(group: Group, A: np.ndarray, span: Span) -> dict:
+def of_transitions(group: Group, A: np.ndarray, span: MovedSpan) -> dict:
     """What the transitions [G, K, K] of one head represent, on the directions that it moves most."""
     d = minimal_representation(group).dimension
     irreps = real_irreps(generated(group))

@@ -27,9 +27,9 @@ from rich.console import Console
 from experiments.state_tracking import report
 from experiments.state_tracking.cells import GROUPS, Cell, Recipe, configuration, grid
 from experiments.state_tracking.training import Progress, save_parameters, tested, train
+from jaxdelta.groups import group_of, predicted_householder
 from jaxdelta.results.documents import Item, rows_of
 from jaxdelta.results.folder import Results
-from jaxdelta.tasks.state_tracking import group_of, predicted_householder
 
 FOLDER = Path("results") / "state_tracking"
 CHOICES = {"no": (False,), "yes": (True,), "both": (False, True)}

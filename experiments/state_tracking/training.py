@@ -17,12 +17,13 @@ import optax
 from flax import nnx
 
 from experiments.state_tracking.cells import Cell, Recipe, config_of
+from jaxdelta.groups import group_of
 from jaxdelta.implementation import implementation_here
 from jaxdelta.models import build
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.runs.segments import rebuilt
-from jaxdelta.tasks.state_tracking import Words, group_of, words
+from jaxdelta.tasks.state_tracking import Words, words
 
 TRAINING, VALIDATION, TEST = range(3)  # streams of words that have none in common
 

@@ -1,4 +1,4 @@
-"""One meaning of each axis, in every table and dataset, and words for every variable.
+"""One meaning of each axis, in every table and dataset, and a description of every variable.
 
 layer          the model's layer                linear_layer   its index among the linear layers
 head           value head                       direction      of a state, the largest sigma first
@@ -53,13 +53,13 @@ def without_padding(config: DecoderConfig, data: xr.Dataset) -> xr.Dataset:
     return data.assign({x: data[x].where(m, True if data[x].dtype == bool else np.nan) for x, m in masks.items()})
 
 
-def labelled(data: xr.Dataset, words: Mapping[str, tuple[str, str]]) -> xr.Dataset:
+def labelled(data: xr.Dataset, descriptions: Mapping[str, tuple[str, str]]) -> xr.Dataset:
     """``data`` with the ``long_name`` and ``units`` of every variable and coordinate.
 
     Raises:
-        KeyError: a variable without words.
+        KeyError: a variable without a description.
     """
     for name, variable in data.variables.items():
-        long_name, units = (words | COORDINATES)[name]
+        long_name, units = (descriptions | COORDINATES)[name]
         variable.attrs |= {"long_name": long_name, "units": units}
     return data

@@ -29,7 +29,7 @@ __all__ = ["CheckpointError", "Info", "Origin", "embedded_models", "inspect", "l
 ASSETS = Path(__file__).parents[1] / "assets"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 STORED = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-FAMILIES = {Qwen3_5Config: qwen3_5, DeltaLMConfig: delta_lm}  # the key table of a configuration
+KEY_TABLES = {Qwen3_5Config: qwen3_5, DeltaLMConfig: delta_lm}  # of a configuration
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER, *tokenizer.FILES]
 
@@ -135,8 +135,8 @@ def save(model: Decoder, path: str | os.PathLike) -> None:
         FileExistsError: the folder already holds a checkpoint.
         ValueError: sizes that the family's format cannot say.
     """
-    folder, family = Path(path), FAMILIES[type(model.config)]
-    fields = family.config_to_json(model.config, model.origin.raw_config if model.origin else None)
+    folder, table = Path(path), KEY_TABLES[type(model.config)]
+    fields = table.config_to_json(model.config, model.origin.raw_config if model.origin else None)
     folder.mkdir(parents=True, exist_ok=True)
     taken = [n for n in ("config.json", tokenizer.WHOLE, tokenizer.VOCABULARY, SINGLE, INDEX) if (folder / n).exists()]
     if taken:
@@ -144,7 +144,7 @@ def save(model: Decoder, path: str | os.PathLike) -> None:
     leaves = dict(nnx.to_flat_state(nnx.state(model)))
     stored_dtypes = model.origin.stored_dtypes if model.origin else {}
     tensors = {}
-    for entry in family.entries(model.config):
+    for entry in table.entries(model.config):
         array = np.asarray(leaves[entry.path][...])
         array = array.astype(STORED[stored_dtypes[entry.name]] if entry.name in stored_dtypes else array.dtype)
         tensors[entry.stored_name()] = np.ascontiguousarray(array.reshape(entry.shape))
@@ -239,7 +239,7 @@ def _contents(folder: Path) -> _Contents:
     tensors = _tensor_files(folder, raw)
     refuse_quantised(folder, raw, tensors.shapes)
     try:
-        stored, ignored = FAMILIES[type(config)].stored_names(config, list(tensors.shapes))
+        stored, ignored = KEY_TABLES[type(config)].stored_names(config, list(tensors.shapes))
     except CheckpointError as error:
         unread = f"; {some([file.name for file in tensors.unread])} is not read" if tensors.unread else ""
         raise CheckpointError(f"{folder}: {error}{unread}") from None
@@ -257,10 +257,10 @@ def _tensor_files(folder: Path, raw: Mapping[str, Any]) -> TensorFiles:
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], DecoderConfig]:
     raw = read_json(folder / "config.json")
-    for family in FAMILIES.values():
-        if raw.get("model_type") in family.MODEL_TYPES:
-            return raw, family.config_from_json(raw)
-    supported = [name for family in FAMILIES.values() for name in family.MODEL_TYPES]
+    for table in KEY_TABLES.values():
+        if raw.get("model_type") in table.MODEL_TYPES:
+            return raw, table.config_from_json(raw)
+    supported = [name for table in KEY_TABLES.values() for name in table.MODEL_TYPES]
     raise CheckpointError(
         f"{folder / 'config.json'} has model_type {raw.get('model_type')!r}; supported: {', '.join(supported)}"
     )

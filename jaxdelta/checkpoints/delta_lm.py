@@ -44,7 +44,7 @@ IGNORED = {
 }
 # The first Gated DeltaNets had one a head, of the Mamba2 that they were made from, and did not use it.
 UNUSED_SKIPS = {"unused skip weights": re.compile(r"^(model\.)?layers\.\d+\.attn\.D$")}
-GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # fla's default last of its synonyms, so it is written
+GATE_NAMES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # fla's default last of its synonyms, so it is written
 # Where the first release of DeltaProduct kept a list of tensors, one a step (one alone for queries).
 LISTS = {f"{x}_proj.weight": f"{x}_projs.{{}}.weight" for x in "kvb"} | {
     f"{x}_conv1d.weight": f"{x}_conv1ds.{{}}.weight" for x in "qkv"
@@ -110,12 +110,12 @@ def _linear_sizes(raw: dict[str, Any], family: str, width: int, heads: int) -> d
         value_dim=_whole(key_dim * real(raw, "expand_v", 2.0), "head_dim * expand_v"),
     )
     if family == "gated_deltanet":
-        activation = _choice(raw, "output_gate_activation", "swish", GATES)
+        activation = _choice(raw, "output_gate_activation", "swish", GATE_NAMES)
         value_heads = heads if raw.get("num_v_heads") is None else field(raw, "num_v_heads")
         return sizes | dict(
             num_value_heads=value_heads,
             forget_gate=True,
-            output_gate=GATES[activation] if _flag(raw, "use_gate", True) else None,
+            output_gate=GATE_NAMES[activation] if _flag(raw, "use_gate", True) else None,
         )
     # The first release called the output gate use_gate, which fla 0.6 takes without a word and ignores.
     gated = _flag(raw, "use_output_gate", _flag(raw, "use_gate", True))
@@ -172,7 +172,7 @@ def config_to_json(config: DeltaLMConfig, raw: dict[str, Any] | None = None) -> 
         known |= {"head_dim": c.key_dim, "expand_v": fraction(c.value_dim, c.key_dim)}
     if c.family == "gated_deltanet":
         gate = (raw or {}).get("output_gate_activation", "swish")  # kept where it says the same in another word
-        if c.output_gate is not None and GATES[gate] != c.output_gate:
+        if c.output_gate is not None and GATE_NAMES[gate] != c.output_gate:
             gate = {"silu": "swish"}.get(c.output_gate, c.output_gate)
         known |= {"num_v_heads": c.num_value_heads, "use_gate": gated, "output_gate_activation": gate}
     if c.family == "gated_deltaproduct":

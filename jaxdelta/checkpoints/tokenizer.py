@@ -24,30 +24,30 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 END = "<|endoftext|>"
 
 
-class Recipe(NamedTuple):
+class ClassDefaults(NamedTuple):
     """What a class of transformers adds to a vocabulary and merges.
 
     Attributes:
-        words: pattern of the words that text is cut into; None is GPT-2's, which byte-level pre-tokenizers know.
+        pattern: of the words that text is cut into; None is GPT-2's, which byte-level pre-tokenizers know.
         special: special tokens that the class has without being told.
         plain: whether special tokens are matched as they stand, whatever is said of spaces around them.
     """
 
-    words: str | None
+    pattern: str | None
     special: dict[str, str]
     plain: bool = False
 
 
-def _qwen(letters: str, *, plain: bool) -> Recipe:
-    words = (
+def _qwen(letters: str, *, plain: bool) -> ClassDefaults:
+    pattern = (
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|\p{{N}}"
         rf"| ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    return Recipe(words, {"eos_token": END, "unk_token": END, "pad_token": END}, plain)
+    return ClassDefaults(pattern, {"eos_token": END, "unk_token": END, "pad_token": END}, plain)
 
 
 CLASSES = {
-    "GPT2Tokenizer": Recipe(None, {"bos_token": END, "eos_token": END, "unk_token": END}),
+    "GPT2Tokenizer": ClassDefaults(None, {"bos_token": END, "eos_token": END, "unk_token": END}),
     "Qwen2Tokenizer": _qwen(r"\p{L}", plain=True),
     "Qwen3_5Tokenizer": _qwen(r"\p{L}\p{M}", plain=False),
 }
@@ -103,7 +103,7 @@ def _whole(file: Path) -> Tokenizer:
 
 def _from_vocabulary(folder: Path) -> Tokenizer:
     settings = _optional(folder, "tokenizer_config.json")
-    recipe = CLASSES[_class_of(folder, settings)]
+    defaults = CLASSES[_class_of(folder, settings)]
     prefix_space = settings.get("add_prefix_space") or False
     for name, value in (("add_prefix_space", prefix_space), ("split_special_tokens", settings.get("split_special_tokens"))):
         if not isinstance(value, bool | None) or (value and name == "split_special_tokens"):
@@ -113,16 +113,16 @@ def _from_vocabulary(folder: Path) -> Tokenizer:
     except Exception as error:  # tokenizers raises Exception itself
         hint = pointer_hint(folder / VOCABULARY) or pointer_hint(folder / MERGES)
         raise CheckpointError(f"{folder / VOCABULARY} and {MERGES} are no tokenizer ({error}){hint}") from None
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=recipe.words is None)
-    if recipe.words is not None:
-        cut = pre_tokenizers.Split(Regex(recipe.words), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=defaults.pattern is None)
+    if defaults.pattern is not None:
+        cut = pre_tokenizers.Split(Regex(defaults.pattern), behavior="isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, tokenizer.pre_tokenizer])
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     try:
-        placed, special = _added_tokens(folder, settings, recipe)
+        placed, special = _added_tokens(folder, settings, defaults)
         _add_tokens(tokenizer, placed, special)
-        if recipe.plain:
+        if defaults.plain:
             tokenizer.add_tokens([AddedToken(token.content, special=True) for token in special])
     except (TypeError, ValueError, AttributeError) as error:
         raise _refusal(folder, f"its added tokens are not understood ({error})") from None
@@ -146,7 +146,9 @@ def _class_of(folder: Path, settings: dict[str, Any]) -> str:
     return name
 
 
-def _added_tokens(folder: Path, settings: dict[str, Any], recipe: Recipe) -> tuple[dict[int, AddedToken], list[AddedToken]]:
+def _added_tokens(
+    folder: Path, settings: dict[str, Any], defaults: ClassDefaults
+) -> tuple[dict[int, AddedToken], list[AddedToken]]:
     """Tokens with the ids that the files give them, and special ones without; the former in the order of their ids."""
     named = dict(settings)
     placed: dict[int, AddedToken] = {}
@@ -157,18 +159,18 @@ def _added_tokens(folder: Path, settings: dict[str, Any], recipe: Recipe) -> tup
             if name == "extra_special_tokens" and isinstance(value, list):
                 value = [*(settings.get(name) or []), *value]
             named[name] = value | {"special": True} if isinstance(value, dict) and "content" in value else value
-        special = {str(token.content) for token in _special(named, recipe)}
+        special = {str(token.content) for token in _special(named, defaults)}
         for text, i in _optional(folder, "added_tokens.json").items():
             placed[i] = AddedToken(text, normalized=text not in special, special=text in special)
-    return dict(sorted(placed.items())), list(_special(named, recipe))
+    return dict(sorted(placed.items())), list(_special(named, defaults))
 
 
-def _special(named: dict[str, Any], recipe: Recipe) -> Iterator[AddedToken]:
+def _special(named: dict[str, Any], defaults: ClassDefaults) -> Iterator[AddedToken]:
     """Special tokens in the order in which those outside of the vocabulary get their ids."""
     own = [n for n in named if n.endswith("_token") and n not in NAMED and isinstance(named[n], str | dict)]
     more = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
     for name in (*NAMED, *own):
-        if (token := named.get(name, recipe.special.get(name))) is not None:
+        if (token := named.get(name, defaults.special.get(name))) is not None:
             yield _token(token)
     yield from map(_token, more.values() if isinstance(more, dict) else more)
 

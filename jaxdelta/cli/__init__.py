@@ -15,7 +15,7 @@ from jaxdelta.cli.ledger import add_ledger
 from jaxdelta.cli.sensitivity import add_sensitivity
 from jaxdelta.cli.sweep import add_sweep
 from jaxdelta.cli.verify import add_verify
-from jaxdelta.report.terminal import Output, flush, tolerate
+from jaxdelta.report.terminal import Terminal, flush, tolerate
 
 ADDED = (add_sweep, add_sensitivity, add_ledger, add_info, add_verify)
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         pass
     if (problem := flush(sys.stdout)) and not status:
-        Output(stderr=True).fail(f"what there is to say could not be printed ({problem})")
+        Terminal(stderr=True).fail(f"what there is to say could not be printed ({problem})")
         status = 1
     if status:
         sys.exit(status)
@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> None:
     try:
         if arguments.device:
             check_backend()
-        arguments.call(arguments, Output())
+        arguments.call(arguments, Terminal())
     except BrokenPipeError:
         raise
     except (ValueError, OSError, MemoryError) as error:
@@ -71,5 +71,5 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    Output(stderr=True).fail(message)
+    Terminal(stderr=True).fail(message)
     sys.exit(1)

@@ -6,7 +6,7 @@ from collections import Counter
 from jaxdelta.checkpoints import inspect
 from jaxdelta.cli.arguments import MODEL_HELP, add_revision, add_segment
 from jaxdelta.report.sheet import Facts
-from jaxdelta.report.terminal import Output
+from jaxdelta.report.terminal import Terminal
 from jaxdelta.runs.capacity import gib, run_memory
 from jaxdelta.runs.segments import run
 
@@ -25,7 +25,7 @@ def add_info(commands) -> None:
     add_revision(info)
 
 
-def info_command(arguments: argparse.Namespace, console: Output) -> None:
+def info_command(arguments: argparse.Namespace, console: Terminal) -> None:
     """Describe a checkpoint."""
     info = inspect(arguments.model, revision=arguments.revision)
     c = info.config

@@ -3,10 +3,10 @@
 import argparse
 
 from jaxdelta.analysis.transitions.claims import ledger
-from jaxdelta.analysis.transitions.maps import ledger_of
+from jaxdelta.analysis.transitions.ledger import ledger_of
 from jaxdelta.cli.arguments import MODEL_HELP, SEED, add_document_arguments, add_parameter, opened
 from jaxdelta.cli.progress import RUNNING, follow, progress
-from jaxdelta.report.terminal import Output
+from jaxdelta.report.terminal import Terminal
 
 # Options of a ledger without a model, and of one with a model.
 OF_CLAIMS = ("dim", "draws", "seed")
@@ -32,7 +32,7 @@ def add_ledger(commands) -> None:
     command.set_defaults(call=ledger_command, default=command.get_default)
 
 
-def ledger_command(arguments: argparse.Namespace, console: Output) -> None:
+def ledger_command(arguments: argparse.Namespace, console: Terminal) -> None:
     """The ledger of products of Householder factors, or with a model that of its transitions."""
     if arguments.named is not None:
         if arguments.model not in (None, arguments.named):
@@ -46,8 +46,8 @@ def ledger_command(arguments: argparse.Namespace, console: Output) -> None:
     (_model_ledger if has_model else _claims_ledger)(arguments, console)
 
 
-def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
-    from jaxdelta.report.ledger import tables
+def _claims_ledger(arguments: argparse.Namespace, console: Terminal) -> None:
+    from jaxdelta.report.claims import tables
 
     rows = ledger(dim=arguments.dim, draws=arguments.draws, seed=arguments.seed, out=arguments.out)
     console.print(tables(rows), highlight=False)
@@ -55,7 +55,7 @@ def _claims_ledger(arguments: argparse.Namespace, console: Output) -> None:
         console.written(arguments.out, ["rows.csv", "rows.parquet", "manifest.json"])
 
 
-def _model_ledger(arguments: argparse.Namespace, console: Output) -> None:
+def _model_ledger(arguments: argparse.Namespace, console: Terminal) -> None:
     from jaxdelta.report import transitions as report
 
     out, model, documents = opened(arguments, "ledger")

@@ -6,7 +6,7 @@ from jaxdelta.analysis.sensitivity import validation
 from jaxdelta.analysis.sensitivity.maps import sensitivity_maps
 from jaxdelta.cli.arguments import SEED, add_parameter, add_run_arguments, default_of, opened
 from jaxdelta.cli.progress import RUNNING, follow, progress
-from jaxdelta.report.terminal import Output
+from jaxdelta.report.terminal import Terminal
 
 
 def add_sensitivity(commands) -> None:
@@ -35,13 +35,14 @@ def add_sensitivity(commands) -> None:
         f"default: {default_of(validation.removals, 'directions')}",
     )
     maps.add_argument(
+        "--costly-estimators",
         "--dear",
         action="store_true",
         help="with --validate: also Gauss-Newton, exact local effects and integrated gradients, for directions",
     )
 
 
-def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
+def sensitivity_command(arguments: argparse.Namespace, console: Terminal) -> None:
     """Run sensitivities, and on request measured removals, and print what they say."""
     from jaxdelta.report import sensitivity as report
     from jaxdelta.results.folder import finished_rows, to_zarr, write_whole
@@ -49,9 +50,9 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
 
     if arguments.validate and (arguments.loss != "next_token" or arguments.rank is not None):
         raise ValueError("--validate measures removals by the next-token loss of the untouched model: no --loss, no --rank")
-    for option in ("directions", "dear"):
+    for option in ("directions", "costly_estimators"):
         if getattr(arguments, option) not in (None, False) and not arguments.validate:
-            raise ValueError(f"--{option} is for --validate, which measures removals")
+            raise ValueError(f"--{option.replace('_', '-')} is for --validate, which measures removals")
     directions = arguments.directions
     if directions is None:
         directions = default_of(validation.removals, "directions")
@@ -80,7 +81,7 @@ def sensitivity_command(arguments: argparse.Namespace, console: Output) -> None:
                 documents,
                 maps,
                 directions=directions,
-                dear=arguments.dear,
+                costly_estimators=arguments.costly_estimators,
                 seed=arguments.seed,
                 out=removals,
                 name=arguments.model,

@@ -5,7 +5,7 @@ import argparse
 from jaxdelta.analysis.sweep import sweep
 from jaxdelta.cli.arguments import add_parameter, add_run_arguments, opened, ranks
 from jaxdelta.cli.progress import RUNNING, follow, progress
-from jaxdelta.report.terminal import Output
+from jaxdelta.report.terminal import Terminal
 
 DEFAULT_RANKS = (1, 2, 4, 8, 12, 16, 32)
 
@@ -47,7 +47,7 @@ def add_sweep(commands) -> None:
     )
 
 
-def sweep_command(arguments: argparse.Namespace, console: Output) -> None:
+def sweep_command(arguments: argparse.Namespace, console: Terminal) -> None:
     """Run a sweep, write its figure and print its table."""
     from jaxdelta.report import sweep as report
 

@@ -4,7 +4,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from jaxdelta.report.terminal import Output
+from jaxdelta.report.terminal import Terminal
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def add_verify(commands) -> None:
     verify.set_defaults(call=verify_command, device=False)
 
 
-def verify_command(arguments: argparse.Namespace, console: Output) -> None:
+def verify_command(arguments: argparse.Namespace, console: Terminal) -> None:
     """Say what to run where.
 
     Raises:

@@ -70,13 +70,15 @@ def scaled(S: Matrices, factors: Shaped[AnyArray, "..."]) -> Matrices:
     return linear + jax.lax.stop_gradient(exact - linear)  # in f32 products with U lose what is faint
 
 
-def gates(S: Matrices, G: Float[AnyArray, "R *batch K V"]) -> tuple[Float[Array, "*batch D"], Float[Array, "R *batch D"]]:
+def gate_derivatives(
+    S: Matrices, G: Float[AnyArray, "R *batch K V"]
+) -> tuple[Float[Array, "*batch D"], Float[Array, "R *batch D"]]:
     """sigma of each direction of S, descending, and for each cotangent G the derivative for a gate on that direction.
 
     gate_i = sigma_i u_i^T G v_i, for D = min(K, V) directions; constants under differentiation.
     """
     S = _wide(S)
-    sigma, found = _gates(S, jnp.moveaxis(jnp.asarray(G, S.dtype), 0, -3))
+    sigma, found = _gate_derivatives(S, jnp.moveaxis(jnp.asarray(G, S.dtype), 0, -3))
     return sigma, jnp.moveaxis(found, -2, 0)
 
 
@@ -149,7 +151,7 @@ def _scaled(S: Array, factors: Array) -> tuple[Array, Array]:
 
 
 @_in_f64
-def _gates(S: Array, G: Array) -> tuple[Array, Array]:
+def _gate_derivatives(S: Array, G: Array) -> tuple[Array, Array]:
     U, sigma, right = _directions(S)
     G_right = matmul(G, jnp.swapaxes(right, -1, -2)[..., None, :, :])
     return sigma, jnp.sum(U[..., None, :, :] * G_right, axis=-2)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from jaxdelta.analysis.sensitivity.importance import head_importance
 from jaxdelta.analysis.sensitivity.maps import tail_effect, tail_gate
-from jaxdelta.analysis.sensitivity.validation import METRICS, SUBJECTS, Comparison, Score
+from jaxdelta.analysis.sensitivity.validation import METRICS, SUBJECTS, EffectComparison, Score
 from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
 from jaxdelta.results.folder import write_csv
@@ -26,7 +26,7 @@ SCORED = (
 )
 
 
-def score_table(scores: Sequence[Score], comparison: Comparison) -> Sheet:
+def score_table(scores: Sequence[Score], comparison: EffectComparison) -> Sheet:
     """Estimators against metrics, each with its 95 % interval over documents."""
     documents, units = comparison.measured.shape
     intervals = "In brackets 95 % intervals of the jackknife over documents; of the other half, the middle 95 % of halves."
@@ -35,7 +35,7 @@ def score_table(scores: Sequence[Score], comparison: Comparison) -> Sheet:
         f"Predicted against measured: {SUBJECTS[comparison.kind]}",
         caption=f"{units} units, {documents} documents. {SCORED}{intervals}",
     )
-    view.add_column("estimator", words=True)
+    view.add_column("estimator", prose=True)
     headings = {"precision": "precision at k", "sum_ratio": "sum ratio", "cost": "cost of top k"}
     for metric in METRICS:
         view.add_column(headings.get(metric, metric).replace(" ", "\n", 1))
@@ -132,7 +132,7 @@ def write_scores(scores: Sequence[Score], folder: Path) -> Path:
     return write_csv(rows, folder / "validation.csv")
 
 
-def head_figure(maps: xr.Dataset, comparisons: Sequence[Comparison] = ()) -> Figure:
+def head_figure(maps: xr.Dataset, comparisons: Sequence[EffectComparison] = ()) -> Figure:
     """Layer x head maps of the estimates, and under each, where there is one, the measured map."""
     importance = head_importance(maps).mean("document")
     measured = {c.kind: _by_head(importance, c) for c in comparisons if c.kind in importance}
@@ -195,7 +195,7 @@ def rank_figure(maps: xr.Dataset) -> Figure:
     return figure
 
 
-def validation_figure(comparisons: Sequence[Comparison], scores: Sequence[Score]) -> Figure:
+def validation_figure(comparisons: Sequence[EffectComparison], scores: Sequence[Score]) -> Figure:
     """Predicted against measured effects: directions, heads' outputs, heads' states; first order beside the default."""
     shown = [c for c in comparisons if c.kind in ("direction", "head_output", "head_state")]
     figure = Figure(figsize=(3.6 * len(shown), 3.8), layout="constrained")
@@ -228,11 +228,11 @@ def validation_figure(comparisons: Sequence[Comparison], scores: Sequence[Score]
     return figure
 
 
-def write_figures(folder: Path, maps: xr.Dataset, comparisons: Sequence[Comparison] = ()) -> list[Path]:
+def write_figures(folder: Path, maps: xr.Dataset, comparisons: Sequence[EffectComparison] = ()) -> list[Path]:
     """``heads`` and ``by_rank``, each as PNG and SVG."""
     return save_figures({"heads": head_figure(maps, comparisons), "by_rank": rank_figure(maps)}, folder)
 
 
-def write_validation(folder: Path, comparisons: Sequence[Comparison], scores: Sequence[Score]) -> list[Path]:
+def write_validation(folder: Path, comparisons: Sequence[EffectComparison], scores: Sequence[Score]) -> list[Path]:
     """``validation`` as PNG and SVG, and ``validation.csv``."""
     return [*save_figures({"validation": validation_figure(comparisons, scores)}, folder), write_scores(scores, folder)]

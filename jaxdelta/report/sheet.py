@@ -46,13 +46,13 @@ class Column:
     Attributes:
         heading: above the cells, of one line or several.
         group: above the headings of columns that stand together, and are parted last.
-        words: prose, on the left, which may be wrapped between words; else a number, on the right, whole.
+        prose: on the left, which may be wrapped between words; else a number, on the right, whole.
         width: at least, where there is room.
     """
 
     heading: str
     group: str = ""
-    words: bool = False
+    prose: bool = False
     width: int = 0
 
 
@@ -89,9 +89,9 @@ class Sheet:
         self.rows: list[tuple[str, ...]] = []
         self.styles: list[str | None] = []
 
-    def add_column(self, heading: str, *, group: str = "", words: bool = False, width: int = 0) -> None:
+    def add_column(self, heading: str, *, group: str = "", prose: bool = False, width: int = 0) -> None:
         """Add a column to the right of those that there are; see :class:`Column`."""
-        self.columns.append(Column(heading, group, words, width))
+        self.columns.append(Column(heading, group, prose, width))
 
     def add_row(self, *cells: str, style: str | None = None) -> None:
         """Add a row with a cell for every column; ``style`` as rich has it."""
@@ -139,7 +139,7 @@ class Sheet:
         cells = tuple(spelled(row[index], encoding) for row in self.rows)
         lines = [line for text in (heading, *cells) for line in text.splitlines()]
         most = max([column.width, *map(cell_len, lines)])
-        least = max([0, *(cell_len(word) for line in lines for word in line.split())]) if column.words else most
+        least = max([0, *(cell_len(word) for line in lines for word in line.split())]) if column.prose else most
         return Laid(column, group, heading, cells, least, most)
 
     def _table(self, band: Sequence[Laid], width: int, frame: box.Box) -> Table:
@@ -148,13 +148,13 @@ class Sheet:
         spare = max(0, width - _width(band))
         widths: list[int | None] = []
         for laid in reversed(band):
-            widths.append(min(laid.most, laid.least + spare) if laid.column.words else None)
+            widths.append(min(laid.most, laid.least + spare) if laid.column.prose else None)
             spare -= (widths[-1] or laid.least) - laid.least
         for laid, heading, given in zip(band, _headings(band), reversed(widths), strict=True):
             table.add_column(
                 Text(heading),
-                justify="left" if laid.column.words else "right",
-                no_wrap=not laid.column.words,
+                justify="left" if laid.column.prose else "right",
+                no_wrap=not laid.column.prose,
                 overflow="fold",
                 width=given,
                 min_width=laid.column.width,

@@ -56,7 +56,7 @@ def _spell(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(HANDLER, _spell)
 
 
-class Output(Console):
+class Terminal(Console):
     """A console whose lines are as long as what they say: what is beyond the right edge is not cut off.
 
     Letters that its encoding lacks are spelled in ASCII. A pipe that nobody reads any more is no failure: its reader has

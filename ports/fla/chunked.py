@@ -14,7 +14,7 @@ import numpy as np
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
 
 from ports.fla.interpreter import import_fla
-from ports.references import UnusableReference, check_versions
+from ports.packages import UnusableReference, check_versions
 
 B, T, H, K, V = 2, 777, 4, 128, 64
 SCALE = K**-0.5

@@ -8,7 +8,7 @@ import os
 import sys
 from itertools import pairwise
 
-from ports.references import UnusableReference, check_versions
+from ports.packages import UnusableReference, check_versions
 
 
 def import_fla(*, any_version: bool = False) -> dict[str, str]:
@@ -18,7 +18,7 @@ def import_fla(*, any_version: bool = False) -> dict[str, str]:
     :func:`attention` stands in for it: the softmax is torch's, projections, rotation and cache are fla's.
 
     Raises:
-        UnusableReference: see :func:`ports.references.check_versions`; or fla is blocked in this process; or triton was
+        UnusableReference: see :func:`ports.packages.check_versions`; or fla is blocked in this process; or triton was
             imported in it without its interpreter.
     """
     packages = ("torch", "transformers", "flash-linear-attention", "triton")

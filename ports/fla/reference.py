@@ -10,23 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
+from ports import reference
 from ports.fla.interpreter import import_fla
-from ports.qwen3_5.reference import Snapshot, filled
+from ports.reference import Snapshot, filled
 
 LONGEST_CALL = 64  # tokens up to which fla runs its recurrent kernels
 
 
-class Reference:
-    """A checkpoint in fla, f32 unless told otherwise.
-
-    Attributes:
-        packages: versions of what computes, by name.
-        implementation: what computes, in words.
-        layer_kinds: "linear" or "attention", in depth order.
-
-    Raises:
-        UnusableReference: see :func:`ports.fla.interpreter.import_fla`; or tensors of the checkpoint do not fit the model.
-    """
+class Reference(reference.Reference):
+    """A checkpoint in fla, on a GPU where there is one."""
 
     def __init__(self, folder: Path, dtype: str = "float32", *, any_version: bool = False):
         self.packages = import_fla(any_version=any_version)
@@ -44,17 +36,17 @@ class Reference:
         self._longest_call = min([LONGEST_CALL, *windows])  # so that no key leaves the cache unseen
 
     def segments(
-        self, tokens: np.ndarray, splits: Sequence[int], mask: np.ndarray | None = None
+        self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
     ) -> Iterator[tuple[np.ndarray, list[Snapshot]]]:
-        """Of each of the segments of ``splits`` tokens its logits [B, T, Y] and a snapshot of each layer after it.
+        """See :meth:`ports.reference.Reference.segments`.
 
-        ``mask``: False is padding on the left. With padding a model that has attention layers runs in one segment of at
-        most 64 tokens, or token by token after it: fla knows no other. Keys that then leave a window are not seen.
+        With padding a model that has attention layers runs in one segment of at most 64 tokens, or token by token after
+        it: fla knows no other. Keys that then leave a window are not seen.
         """
         cache, begin = None, 0
         longest = LONGEST_CALL if mask is not None else self._longest_call
         seen: list[list[Snapshot]] = [[] for _ in self._layers]
-        for length in splits:
+        for length in splits or [tokens.shape[1]]:
             logits = []
             for T in pieces(length, longest):
                 words, cache = self._call(tokens, mask, begin, begin + T, cache)
@@ -72,13 +64,6 @@ class Reference:
                     for parts, layer, state in zip(seen, self._layers, cache, strict=True)
                 ],
             )
-
-    def run(
-        self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
-    ) -> tuple[np.ndarray, list[list[Snapshot]]]:
-        """Logits [B, T, Y] of all segments and their snapshots; arguments as of :meth:`segments`."""
-        logits, snapshots = zip(*self.segments(tokens, splits or [tokens.shape[1]], mask), strict=True)
-        return np.concatenate(logits, axis=1), list(snapshots)
 
     @property
     def _layers(self):

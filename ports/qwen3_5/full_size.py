@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 from jaxdelta.checkpoints import load, qwen3_5
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.models.qwen3_5 import Qwen3_5
-from ports.compare import relative_error
+from ports.compare import named, relative_error
 
 CONFIG = Qwen3_5Config.size_0_8b()
 SPLITS = (96, 75)  # no chunk size divides them
@@ -91,12 +91,10 @@ def carried_there(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _named(logits: np.ndarray, snapshots: list) -> dict[str, np.ndarray]:
-    names = {"linear": ("S", "tail"), "attention": ("keys", "values")}
     arrays = {
-        f"{name} of layer {i} after segment {segment}": array
+        f"{name} after segment {segment}": array
         for segment, layers in enumerate(snapshots)
-        for i, (kind, pair) in enumerate(zip(CONFIG.layer_kinds, layers, strict=True))
-        for name, array in zip(names[kind], pair, strict=True)
+        for name, array in named(CONFIG.layer_kinds, layers)
     }
     return arrays | {"logits": logits}
 
@@ -153,7 +151,7 @@ def worst_by_kind(found: dict[str, float]) -> dict[str, float]:
     """The largest error of each kind of array, over layers and segments."""
     worst: dict[str, float] = {}
     for name, error in found.items():
-        kind = re.sub(r" of layer \d+ after segment \d+|^model\.|layers\.\d+\.", "", name)
+        kind = re.sub(r"^layer \d+ \(\w+\): | after segment \d+|^model\.|layers\.\d+\.", "", name)
         worst[kind] = max(worst.get(kind, 0.0), error)
     return worst
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ports.qwen3_5.reference import Reference, Snapshot
-from ports.references import import_transformers
+from ports.packages import import_transformers
+from ports.qwen3_5.reference import Reference
+from ports.reference import Snapshot
 
 # Our names of the inputs of the gated delta rule, and transformers'.
 NAMES = {"q": "query", "k": "key", "v": "value", "g": "g", "beta": "beta", "state": "initial_state"}

@@ -6,47 +6,18 @@ keeps W - 1 of them, [B, W - 1, E]); of an attention layer keys and values [B, G
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from ports.references import UnusableReference, check_versions, import_transformers
+from ports import reference
+from ports.packages import check_versions, import_transformers
+from ports.reference import Snapshot, filled
 
 KINDS = {"linear_attention": "linear", "full_attention": "attention"}
 
 
-class Snapshot(NamedTuple):
-    """Carried arrays of one layer in this library's layout: (S, tail) of a linear layer, (keys, values) of attention."""
-
-    first: np.ndarray
-    second: np.ndarray
-
-
-def filled(model_class, folder: Path, dtype):
-    """A model of transformers' kind, every tensor of which is in the checkpoint.
-
-    Raises:
-        UnusableReference: one is not, and would be filled with random numbers without a word.
-    """
-    model, loading = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    misfits = {kind: sorted(map(str, loading[kind])) for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
-    if misfits:
-        raise UnusableReference(f"the reference cannot fill its model from {folder}: {misfits}")
-    return model.eval()
-
-
-class Reference:
-    """A checkpoint in transformers on the CPU, f32 unless told otherwise.
-
-    Attributes:
-        packages: versions of what computes, by name.
-        implementation: what computes, in words.
-        layer_kinds: "linear" or "attention", in depth order.
-
-    Raises:
-        UnusableReference: see :func:`ports.references.check_versions`; or tensors of the checkpoint do not fit the model,
-            which transformers would fill with random numbers.
-    """
+class Reference(reference.Reference):
+    """A checkpoint in transformers on the CPU."""
 
     implementation = "transformers' own torch implementation on the CPU; fla's kernels are kept out of its process"
 
@@ -59,20 +30,9 @@ class Reference:
         self.model = filled(transformers.Qwen3_5ForCausalLM, folder, getattr(torch, dtype))
         self.layer_kinds = tuple(KINDS[kind] for kind in self.model.config.layer_types)
 
-    def run(
-        self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
-    ) -> tuple[np.ndarray, list[list[Snapshot]]]:
-        """Logits [B, T, Y] and, after each of the segments of ``splits`` tokens, a snapshot of each layer.
-
-        ``mask``: False is padding on the left.
-        """
-        logits, snapshots = zip(*self.segments(tokens, splits, mask), strict=True)
-        return np.concatenate(logits, axis=1), list(snapshots)
-
     def segments(
         self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
     ) -> Iterator[tuple[np.ndarray, list[Snapshot]]]:
-        """As :meth:`run`, one segment after the other, so that no more than one is in memory."""
         torch, cache, begin = self.torch, None, 0
         for length in splits or [tokens.shape[1]]:
             end = begin + length

@@ -18,18 +18,12 @@ from jaxdelta.analysis.representation import (
     token_steps,
     transitions,
 )
+from jaxdelta.groups import direct_sum, group_of, minimal_representation, real_irreps
 from jaxdelta.models.carry import states, with_states
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.ops.reflections import reflections
-from jaxdelta.tasks.state_tracking import (
-    direct_sum,
-    group_of,
-    minimal_representation,
-    real_irreps,
-    solution,
-    words,
-)
+from jaxdelta.tasks.state_tracking import solution, words
 from ports.compare import relative_error
 from tests.helpers import orthonormal_columns, randomised
 
@@ -244,7 +238,7 @@ def test_instruments_find_the_representation_in_a_model(solved):
 def test_heads_are_ablated_by_their_output(solved):
     """As if their columns of W_out were zero."""
     _, model, drawn = solved
-    found = head_accuracies(model, drawn)
+    found = head_accuracies(model, *drawn)
     assert found.untouched == 1
     for head in range(2):
         for accuracy, silent in ((found.without[head], head), (found.alone[head], 1 - head)):
@@ -256,11 +250,11 @@ def test_heads_are_ablated_by_their_output(solved):
 
 def test_the_head_that_tracks_is_the_one_that_is_missed(solved):
     _, model, drawn = solved
-    found = head_accuracies(model, drawn)
+    found = head_accuracies(model, *drawn)
     assert found.without[0] < 0.3  # only the second head's constant answer remains
     assert found.without[1] > 0.7  # only the identity is lost
 
 
 def test_ablation_wants_one_linear_layer(solved):
     with pytest.raises(ValueError, match="expected one linear layer"):
-        head_accuracies(DeltaLM(DeltaLMConfig.tiny()), solved[2])
+        head_accuracies(DeltaLM(DeltaLMConfig.tiny()), *solved[2])

@@ -20,7 +20,7 @@ from jaxdelta.documents import Document
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.report import sweep as report
 from jaxdelta.results.folder import ResultsError
-from jaxdelta.runs import capacity as memory
+from jaxdelta.runs import capacity
 from jaxdelta.runs.interventions import Truncate
 from jaxdelta.runs.segments import NonFiniteError, num_boundaries, run
 from tests.tiny import fresh_model, model, text, tokens
@@ -175,9 +175,9 @@ def test_progress_rises_to_its_total():
 
 def test_a_sweep_that_does_not_fit_is_split(monkeypatch):
     """A device with room for four rows runs six in two batches of three."""
-    needed = memory.run_memory(net().config, dtype="float32", segment=16, max_length=64)
-    monkeypatch.setattr(memory, "device_memory", lambda: int(needed.total(4) / memory.SHARE) + 1000)
-    monkeypatch.setattr(memory, "has_own_memory", lambda: True)
+    needed = capacity.run_memory(net().config, dtype="float32", segment=16, max_length=64)
+    monkeypatch.setattr(capacity, "device_memory", lambda: int(needed.total(4) / capacity.SHARE) + 1000)
+    monkeypatch.setattr(capacity, "has_own_memory", lambda: True)
     told = []
     rows = sweep(net(), [A, B], **OPTIONS, progress=lambda done, total: told.append(done))
     assert told == [3, 6, 9, 12, 12, 16, 20, 24, 24]

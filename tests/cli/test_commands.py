@@ -130,6 +130,11 @@ MISTAKES = {
         [*MAPS, "--validate", "--loss", "kl"],
         "--validate measures removals by the next-token loss",
     ),
+    "maps, costly estimators without validate": (
+        [*MAPS, "--costly-estimators"],
+        "--costly-estimators is for --validate",
+    ),
+    "maps, costly estimators by their other name": ([*MAPS, "--dear"], "--costly-estimators is for --validate"),
     "maps, segment too long": (
         [*MAPS, "--segment", "50"],
         "a.txt has 50 tokens, one segment of 50: no boundary hands a state on",
@@ -591,7 +596,7 @@ def said_by(outcome):
 
 
 @pytest.mark.parametrize("name", ["maps", "maps of first order through a cut"])
-def test_sensitivities_print_the_dearest_heads_and_that_nothing_was_validated(outcomes, name):
+def test_sensitivities_print_the_most_important_heads_and_that_nothing_was_validated(outcomes, name):
     said = said_by(outcomes[name])
     assert "Heads by estimated rise of the loss" in said
     assert "Not validated" in said

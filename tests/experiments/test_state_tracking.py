@@ -18,8 +18,9 @@ from rich.console import Console
 from experiments.state_tracking import instruments, report, training
 from experiments.state_tracking.cells import Cell, Recipe, config_of, grid
 from experiments.state_tracking.run import run
+from jaxdelta.groups import group_of
 from jaxdelta.results.folder import ResultsError
-from jaxdelta.tasks.state_tracking import group_of, solution
+from jaxdelta.tasks.state_tracking import solution
 from ports.compare import relative_error
 
 RECIPE = Recipe(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdelta.ops.directions import below_rounding, directions, gates, scaled
+from jaxdelta.ops.directions import below_rounding, directions, gate_derivatives, scaled
 from ports.compare import relative_error
 from tests.helpers import matrices_of_spectrum, truncated
 
@@ -31,7 +31,7 @@ SPECTRA = {
     "rank 5": lambda n: np.r_[1, 0.9, 1e-3, 1e-4, 1e-5, np.zeros(n - 5)],
 }
 SPECTRUM = pytest.mark.parametrize("spectrum", SPECTRA)
-_directions, _gates = jax.jit(directions), jax.jit(gates)
+_directions, _gates = jax.jit(directions), jax.jit(gate_derivatives)
 
 
 def states(spectrum: str, shape: tuple[int, int], scale: float = 1.0) -> np.ndarray:

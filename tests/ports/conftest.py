@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ports.references import import_transformers
+from ports.packages import import_transformers
 
 ROOT = Path(__file__).parents[2]
 

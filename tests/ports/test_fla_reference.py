@@ -6,7 +6,7 @@ import pytest
 
 from ports.fla.interpreter import attention, attention_of_rows, import_fla
 from ports.fla.reference import pieces
-from ports.references import UnusableReference
+from ports.packages import UnusableReference
 
 
 def test_refused_where_fla_is_blocked(monkeypatch):

@@ -15,10 +15,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxdelta.models.config import Qwen3_5Config
-from ports import compare, references, sides, verify
+from ports import compare, packages, sides, verify
 from ports.compare import Comparison, compare_positions, worst_errors
+from ports.packages import UnusableReference
 from ports.qwen3_5.reference import Reference
-from ports.references import UnusableReference, check_segments, check_versions, reference_class
+from ports.reference import check_segments
 from ports.report import write_report
 from ports.sides import Job
 from ports.verdict import broken, judge, rotation_allowance
@@ -207,7 +208,7 @@ def test_segments_are_cut_to_the_text():
 
 
 def test_untested_versions_are_refused_unless_asked_for(here, place, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(references.TESTED, "torch", "9.9.9")
+    monkeypatch.setitem(packages.TESTED, "torch", "9.9.9")
     arguments = [str(place / "bare"), *RUN, "--output", "out"]
     assert verify.main(arguments) == verify.UNUSABLE
     told = capsys.readouterr().err
@@ -215,24 +216,6 @@ def test_untested_versions_are_refused_unless_asked_for(here, place, tmp_path, m
     assert "9.9.9 was tested" in told and "pip install" in told
     assert verify.main([*arguments, "--any-version"]) == verify.HOLDS
     assert "**Not a tested version:** torch" in (tmp_path / "out" / "report.md").read_text()
-
-
-def test_versions(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"torch": "2.13.0+cpu", "triton": "3.5.1"}[name])
-    assert check_versions("torch") == {"torch": "2.13.0+cpu"}
-    with pytest.raises(UnusableReference, match=r"triton is 3\.5\.1; 3\.6\.0 was tested"):
-        check_versions("torch", "triton")
-    assert references.untested(check_versions("torch", "triton", any_version=True)) == ["triton"]
-
-
-@pytest.mark.parametrize("any_version", [False, True])
-def test_a_missing_package_is_named(monkeypatch, any_version):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(UnusableReference, match=r"transformers is missing; 5\.24\.0 was tested\. Install it with pip"):
-        check_versions("transformers", any_version=any_version)
 
 
 def test_a_reference_that_restarts_its_segments_is_refused(here, place, monkeypatch, capsys):
@@ -250,24 +233,6 @@ def test_a_reference_that_restarts_its_segments_is_refused(here, place, monkeypa
         check_segments(Reference(place / "bare"), tokens(9)[0][None])
     assert verify.main([str(place / "bare"), *RUN, "--any-version"]) == verify.UNUSABLE
     assert "huggingface/transformers#45513" in capsys.readouterr().err
-
-
-def test_a_reference_with_tensors_left_random_is_refused(place, tmp_path):
-    shutil.copytree(place / "bare", tmp_path / "lacking")
-    weights = load_file(tmp_path / "lacking" / "model.safetensors")
-    del weights["model.layers.1.linear_attn.dt_bias"]
-    save_file(weights, tmp_path / "lacking" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnusableReference, match=r"missing_keys.*layers\.1\.linear_attn\.dt_bias"):
-        Reference(tmp_path / "lacking")
-
-
-def test_the_reference_of_a_family(place, tmp_path, monkeypatch):
-    assert reference_class(place / "bare") is Reference
-    with pytest.raises(UnusableReference, match=r"no reference for model_type 'llama'; there is for qwen3_5, .*delta_net"):
-        reference_class(place / "llama")
-    monkeypatch.setitem(references.MODULES, "llama", "ports.nowhere.reference")
-    with pytest.raises(UnusableReference, match=r"no reference for model_type 'llama' yet \(ports\.nowhere is missing\)"):
-        reference_class(place / "llama")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 from rich.console import Console
 
-from jaxdelta.analysis.sensitivity.validation import METRICS, Comparison, Score, scores
+from jaxdelta.analysis.sensitivity.validation import METRICS, EffectComparison, Score, scores
 from jaxdelta.report import sensitivity as report
 
 DOCUMENTS, L, H, K = 3, 2, 4, 5
@@ -47,7 +47,7 @@ def compared(documents=DOCUMENTS, samples=4):
         predicted = {"first order": measured + 0.5 * rng.standard_normal((documents, units))}
         if samples:
             predicted["first order + fisher / 2"] = measured + 0.1 * rng.standard_normal((documents, units))
-        found.append(Comparison(kind, [(i,) for i in range(units)], measured, predicted))
+        found.append(EffectComparison(kind, [(i,) for i in range(units)], measured, predicted))
     return found
 
 
@@ -79,7 +79,7 @@ def test_a_score_table_has_a_row_for_each_estimator_and_a_column_for_each_metric
 
 
 def test_a_score_that_does_not_exist_is_a_dash():
-    comparison = Comparison("direction", [(i,) for i in range(5)], np.ones((1, 5)), {"p": np.ones((1, 5))})
+    comparison = EffectComparison("direction", [(i,) for i in range(5)], np.ones((1, 5)), {"p": np.ones((1, 5))})
     said = printed(report.score_table(scores(comparison), comparison))
     row = next(line for line in said.splitlines() if line.startswith("p "))
     assert row.split()[1:] == ["-", "-", "1.00", "1.00", "1"]
@@ -215,7 +215,9 @@ def test_the_curve_by_rank_ends_at_zero_with_all_directions(samples):
 
 
 def test_effects_of_nothing_can_be_drawn(tmp_path):
-    zero = [Comparison(c.kind, c.units, 0 * c.measured, {n: 0 * x for n, x in c.predicted.items()}) for c in compared()]
+    zero = [
+        EffectComparison(c.kind, c.units, 0 * c.measured, {n: 0 * x for n, x in c.predicted.items()}) for c in compared()
+    ]
     maps = made()
     maps = maps.map(lambda x: 0 * x, keep_attrs=True).assign(scored=maps.scored)
     assert len(report.write_figures(tmp_path, maps, zero)) == 4

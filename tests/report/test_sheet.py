@@ -9,8 +9,7 @@ from rich.console import Console
 
 from jaxdelta.analysis.sweep import SCHEMA as LOSSES
 from jaxdelta.analysis.transitions.claims import SCHEMA as CLAIMS
-from jaxdelta.report import ledger as claims
-from jaxdelta.report import sweep, transitions
+from jaxdelta.report import claims, sweep, transitions
 from jaxdelta.report.sheet import Facts, Sheet
 from tests.ledgers import ledger, random_text
 
@@ -119,7 +118,7 @@ def test_groups_stay_together_and_repeat_the_keys(sheets):
 
 def test_words_are_wrapped_between_them_and_numbers_beside_them_stay_whole():
     view = Sheet()
-    view.add_column("claim", words=True)
+    view.add_column("claim", prose=True)
     view.add_column("measured")
     view.add_row("a claim of several words that is long", "0.4203 to 0.5123")
     lines = [line.rstrip() for line in printed(view, 40).splitlines() if line.strip() and "─" not in line]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxdelta.report.terminal import SPELLED, Output, flush, spelled
+from jaxdelta.report.terminal import SPELLED, Terminal, flush, spelled
 
 
 @pytest.mark.parametrize("letter", SPELLED)
@@ -27,27 +27,27 @@ def test_only_letters_that_an_encoding_lacks_are_spelled():
 def test_an_output_prints_what_its_stream_has_no_letters_for(monkeypatch, encoding):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
-    Output().say("ö ‖k‖ \udcff")
+    Terminal().say("ö ‖k‖ \udcff")
     stream.flush()
     assert stream.buffer.getvalue().decode(encoding) == ("ö ‖k‖ ?\n" if encoding == "utf-8" else "? ||k|| ?\n")
 
 
 def test_a_line_is_not_cut(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
-    Output().say("x" * 200 + " [bold]")
+    Terminal().say("x" * 200 + " [bold]")
     assert capsys.readouterr().out == "x" * 200 + " [bold]\n"
 
 
 def test_there_may_be_no_stream_at_all(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    Output().say("nobody hears this")
+    Terminal().say("nobody hears this")
     assert flush(None) is None
 
 
 CHILD = """
 import sys
-from jaxdelta.report.terminal import Output, flush
-console = Output(stderr="stderr" in sys.argv)
+from jaxdelta.report.terminal import Terminal, flush
+console = Terminal(stderr="stderr" in sys.argv)
 for _ in range(3):
     console.say("x" * 100_000)
 print("still here", file=sys.stdout if "stderr" in sys.argv else sys.stderr)

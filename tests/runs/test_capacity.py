@@ -13,8 +13,7 @@ from jaxdelta.models import build
 from jaxdelta.models.carry import split
 from jaxdelta.models.config import DeltaLMConfig, Qwen3_5Config
 from jaxdelta.nn import head
-from jaxdelta.runs import capacity as memory
-from jaxdelta.runs import reverse, segments
+from jaxdelta.runs import capacity, reverse, segments
 from jaxdelta.runs.capacity import RunMemory, gib, reverse_fits, reverse_memory, rows_that_fit, run_memory
 from tests.tiny import CONFIG, fresh_model
 
@@ -52,7 +51,7 @@ def test_a_carry_is_counted_with_the_states_twice_more(dtype):
 def test_an_estimate_covers_what_the_compiler_asks_for(monkeypatch, family):
     """Arguments and temporaries of the compiled segment, of four rows of a model whose activations outweigh its weights."""
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 2**14)
-    monkeypatch.setattr(memory, "LOGITS_AT_ONCE", 2**14)
+    monkeypatch.setattr(capacity, "LOGITS_AT_ONCE", 2**14)
     sizes = dict(key_dim=32, value_dim=48, mlp_width=257)
     four = DeltaLMConfig.tiny(layer_kinds=("linear",), attention=(), num_householder=4, **sizes)
     made = fresh_model(layer_kinds=("linear", "attention"), **sizes) if family == "Qwen3.5" else jd.DeltaLM(four)
@@ -77,7 +76,7 @@ RUN = RunMemory(parameters=1000, row_carry=60, row_work=40, logits=500)
 
 def device(monkeypatch, rows):
     """A device on which ``rows`` rows of RUN fit, and 99 bytes more."""
-    monkeypatch.setattr(memory, "device_memory", lambda: int(np.ceil((1500 + 100 * rows + 99) / memory.SHARE)))
+    monkeypatch.setattr(capacity, "device_memory", lambda: int(np.ceil((1500 + 100 * rows + 99) / capacity.SHARE)))
 
 
 @pytest.mark.parametrize(
@@ -96,15 +95,15 @@ def test_a_row_that_does_not_fit_is_told_with_what_it_needs(monkeypatch):
 
 
 def test_parameters_that_do_not_fit_are_told_too(monkeypatch):
-    monkeypatch.setattr(memory, "device_memory", lambda: 10)
+    monkeypatch.setattr(capacity, "device_memory", lambda: 10)
     with pytest.raises(MemoryError):
         rows_that_fit(RUN, 3)
 
 
 def test_the_devices_memory_is_that_of_an_accelerator_or_of_the_machine(monkeypatch):
-    assert 2**28 < memory.device_memory() < 2**45
+    assert 2**28 < capacity.device_memory() < 2**45
     monkeypatch.setattr(jax, "devices", lambda: [Mock(memory_stats=lambda: {"bytes_limit": 123})])
-    assert memory.device_memory() == 123
+    assert capacity.device_memory() == 123
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_reverse_mode_is_estimated_near_what_the_compiler_asks_for(
     monkeypatch, config, dtype, segment, max_length, cotangents
 ):
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 2**14)
-    monkeypatch.setattr(memory, "LOGITS_AT_ONCE", 2**14)
+    monkeypatch.setattr(capacity, "LOGITS_AT_ONCE", 2**14)
     _, rest = reverse_memory(config, dtype=dtype, segment=segment, max_length=max_length, cotangents=cotangents)
     asked = asked_by_reverse_mode(config, dtype, segment, max_length, cotangents)
     assert 0.8 * asked < rest < 3 * asked
@@ -172,8 +171,8 @@ def test_the_boundaries_of_reverse_mode_are_counted_to_the_byte():
 
 def of_device(monkeypatch, size, backend="cpu"):
     """A device of which ``size`` bytes may be used."""
-    monkeypatch.setattr(memory, "device_memory", lambda: int(np.ceil(size / memory.SHARE)))
-    monkeypatch.setattr(memory, "has_own_memory", lambda: backend != "cpu")
+    monkeypatch.setattr(capacity, "device_memory", lambda: int(np.ceil(size / capacity.SHARE)))
+    monkeypatch.setattr(capacity, "has_own_memory", lambda: backend != "cpu")
 
 
 def reverse_needs(*, segment=256, max_length=4096, cotangents=9):

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdelta.tasks.state_tracking import (
+from jaxdelta.groups import (
     Group,
     Representation,
     direct_sum,
@@ -12,9 +12,8 @@ from jaxdelta.tasks.state_tracking import (
     minimal_representation,
     predicted_householder,
     real_irreps,
-    solution,
-    words,
 )
+from jaxdelta.tasks.state_tracking import solution, words
 
 
 def orthogonal(seed, d, fixed):

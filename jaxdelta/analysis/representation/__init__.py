@@ -8,12 +8,12 @@ from jaxdelta.analysis.representation.homomorphism import (
     represented_dimension,
 )
 from jaxdelta.analysis.representation.retention import retention
-from jaxdelta.analysis.representation.span import Span, moved_span
+from jaxdelta.analysis.representation.span import MovedSpan, moved_span
 from jaxdelta.analysis.representation.steps import TokenSteps, token_steps, transitions
 
 __all__ = [
     "HeadAccuracy",
-    "Span",
+    "MovedSpan",
     "TokenSteps",
     "extended",
     "head_accuracies",

@@ -11,7 +11,6 @@ from jaxdelta.analysis.sensitivity.ablation import without_outputs
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.runs.observers import Seen
 from jaxdelta.runs.segments import Text, iterate
-from jaxdelta.tasks.state_tracking import Words
 
 
 class HeadAccuracy(NamedTuple):
@@ -29,8 +28,8 @@ class HeadAccuracy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LikeliestWords:
-    """The word with the largest logit at each token, Int[B T]."""
+class LikeliestTokens:
+    """The token with the largest logit at each place, Int[B T]."""
 
     names = ()
 
@@ -38,8 +37,8 @@ class LikeliestWords:
         return jnp.argmax(seen.model.logits(seen.hidden), axis=-1)
 
 
-def head_accuracies(model: Decoder, words: Words) -> HeadAccuracy:
-    """Ablate each head of the first layer.
+def head_accuracies(model: Decoder, tokens: Int[np.ndarray, "B T"], targets: Int[np.ndarray, "B T"]) -> HeadAccuracy:
+    """Ablate each head of the first layer; ``targets``: the right token after each.
 
     Raises:
         ValueError: the model has more than one layer, or that is attention.
@@ -48,11 +47,11 @@ def head_accuracies(model: Decoder, words: Words) -> HeadAccuracy:
         raise ValueError(f"layers are {model.config.layer_kinds}; expected one linear layer")
     H = model.config.linear_of(0).num_value_heads
     lost = np.concatenate([np.zeros((1, H)), np.eye(H), 1 - np.eye(H)]).astype(bool)
-    B, T = words.tokens.shape
-    text = Text(np.pad(words.tokens, ((0, 0), (0, 1))), np.full(B, T), segment=T)
+    B, T = tokens.shape
+    text = Text(np.pad(tokens, ((0, 0), (0, 1))), np.full(B, T), segment=T)
     found = []
     for heads in lost:
         edits = without_outputs(model.config, np.broadcast_to(heads, (B, 1, H)))
-        (step,) = iterate(model, text, observers=(LikeliestWords(),), edits=edits)
-        found.append(np.mean(step.observed[0] == words.targets))
+        (step,) = iterate(model, text, observers=(LikeliestTokens(),), edits=edits)
+        found.append(np.mean(step.observed[0] == targets))
     return HeadAccuracy(float(found[0]), np.array(found[1 : 1 + H]), np.array(found[1 + H :]))

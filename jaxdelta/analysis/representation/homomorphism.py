@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from jaxdelta.tasks.state_tracking import Group, Representation, generated, shortest_words
+from jaxdelta.groups import Group, Representation, generated, shortest_words
 
 TOLERANCE = 0.1  # of a represented direction; trained heads reach 0.02 to 0.05 on these and jump above 0.15 after them
 

@@ -10,7 +10,7 @@ the keys' norm keeps eigenvalues from -1, and a forget gate multiplies by alpha.
 import numpy as np
 from jaxtyping import Float
 
-from jaxdelta.tasks.state_tracking import Group
+from jaxdelta.groups import Group
 
 
 def retention(A: Float[np.ndarray, "G K K"], group: Group, basis: Float[np.ndarray, "K d"]) -> float:

@@ -14,7 +14,7 @@ from jaxdelta.analysis.representation.steps import TokenSteps
 from jaxdelta.ops.spectra import effective_rank, threshold_rank
 
 
-class Span(NamedTuple):
+class MovedSpan(NamedTuple):
     """Directions in which a head's keys lie.
 
     Attributes:
@@ -32,10 +32,10 @@ class Span(NamedTuple):
         return self.directions.shape[1]
 
 
-def moved_span(steps: TokenSteps, head: int, tokens: Int[np.ndarray, " A"] | None = None) -> Span:
+def moved_span(steps: TokenSteps, head: int, tokens: Int[np.ndarray, " A"] | None = None) -> MovedSpan:
     """The span of one head's keys, over ``tokens``, all where None."""
     keys = (steps.beta[..., None] * steps.keys)[slice(None) if tokens is None else tokens, :, head]
     weighted = keys.reshape(-1, keys.shape[-1])
     directions = np.linalg.svd(weighted, full_matrices=False)[2].T
     narrow = jnp.asarray(weighted, jnp.float32)
-    return Span(directions[:, : int(threshold_rank(narrow))], float(effective_rank(narrow)))
+    return MovedSpan(directions[:, : int(threshold_rank(narrow))], float(effective_rank(narrow)))

@@ -18,7 +18,7 @@ from jaxdelta.runs.segments import Text, iterate
 
 
 class TokenSteps(NamedTuple):
-    """Steps of every word of the vocabulary in the first layer, f64.
+    """Steps of every token of the vocabulary in the first layer, f64.
 
     Attributes:
         keys: Float[Y n_h H K], as the layer uses them.
@@ -32,7 +32,7 @@ class TokenSteps(NamedTuple):
 
 
 def token_steps(model: Decoder) -> TokenSteps:
-    """Keys, write strengths and decays of every word.
+    """Keys, write strengths and decays of every token.
 
     Raises:
         ValueError: the first layer is attention, or has a convolution, so that a step depends on more than its token.
@@ -54,5 +54,5 @@ def token_steps(model: Decoder) -> TokenSteps:
 
 
 def transitions(steps: TokenSteps) -> Float[np.ndarray, "Y H K K"]:
-    """A(x) of every word and head; acts on S from the left."""
+    """A(x) of every token and head; acts on S from the left."""
     return transition(np.moveaxis(steps.keys, 1, 2), np.moveaxis(steps.beta, 1, 2), steps.alpha, unit=False)

@@ -39,7 +39,7 @@ from jaxdelta.dims import HIGHEST
 from jaxdelta.documents import Document
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder, check_model
-from jaxdelta.ops.directions import below_rounding, gates
+from jaxdelta.ops.directions import below_rounding, gate_derivatives
 from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
 from jaxdelta.runs.capacity import reverse_fits
 from jaxdelta.runs.interventions import Intervention, check_intervention, described, started
@@ -252,7 +252,7 @@ def checked(model: Decoder, documents: Any, segment: int, scored: Any = None) ->
     return found
 
 
-_gates = jax.jit(gates)
+_gates = jax.jit(gate_derivatives)
 
 
 class _Collected:

@@ -1,6 +1,6 @@
 """How far an estimate of a removal's effect can be trusted: predicted against measured, on the same tokens.
 
-Effects are averaged over documents, unit by unit (a direction, a head, a layer), and compared across units:
+EffectComparison are averaged over documents, unit by unit (a direction, a head, a layer), and compared across units:
 
     spearman, pearson     correlations of predicted and measured effects
     precision             share of the k units that matter most which are among the k predicted to
@@ -73,7 +73,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class Comparison:
+class EffectComparison:
     """Predicted and measured effects of one kind of unit.
 
     Attributes:
@@ -106,11 +106,6 @@ class Score:
     high: float
 
 
-def compare(model: Decoder, documents: Sequence[Document], maps: xr.Dataset, **options) -> list[Comparison]:
-    """Measured removals with the estimates of ``maps`` beside them; arguments and errors of :func:`removals`."""
-    return from_rows(removals(model, documents, maps, **options))
-
-
 def removals(
     model: Decoder,
     documents: Documents,
@@ -119,7 +114,7 @@ def removals(
     scored: Sequence[np.ndarray] | None = None,
     directions: int = 128,
     boundary: int | None = None,
-    dear: bool = False,
+    costly_estimators: bool = False,
     steps: int = 8,
     seed: int = 0,
     worlds: int = 64,
@@ -136,7 +131,8 @@ def removals(
         directions: how many, drawn at random from those of one boundary that stand above the rounding of their state in
             every document, the same in each; 0 is all of them.
         boundary: in tokens seen; None is the middle one of the shortest document.
-        dear: also Gauss-Newton, exact local effects and integrated gradients (``steps`` midpoints), for directions.
+        costly_estimators: also Gauss-Newton, exact local effects and integrated gradients (``steps`` midpoints), for
+            directions.
         seed: of the directions drawn.
         worlds: removed at once.
         out: results folder; documents finished there are not measured again.
@@ -168,7 +164,7 @@ def removals(
     if boundary not in shared:
         raise ValueError(f"boundary is {boundary}, in tokens seen; the boundaries of every document are {shared}")
     chosen = draw_directions(known_directions(maps, boundary), directions, seed)
-    options = dict(boundary=boundary, dear=dear, steps=steps, worlds=worlds)
+    options = dict(boundary=boundary, costly_estimators=costly_estimators, steps=steps, worlds=worlds)
     about = dict(samples=maps.attrs["samples"], labels=maps.attrs["seed"], directions=list(map(list, chosen)))
     results = opened(out, model, name, "removals", segment=segment, **about, **options)
     rows = {d.name: row for row, d in enumerate(documents)}
@@ -202,7 +198,7 @@ def _of_document(
     chosen: list[Direction],
     *,
     boundary: int,
-    dear: bool,
+    costly_estimators: bool,
     steps: int,
     worlds: int,
 ) -> pa.Table:
@@ -224,8 +220,8 @@ def _of_document(
     measured = ablation.direction_effects(model, tape, mask, boundary, chosen, worlds=worlds)
     of_direction = _places(Direction._fields, chosen)
     gates = [maps[n].sel(boundary=boundary, **of_direction) if n in maps else None for n in ("gate", "gate_sample")]
-    dearer = _dear(model, tape, mask, boundary, chosen, steps, worlds) if dear else {}
-    add("direction", chosen, {MEASURED: measured} | _cheap(*gates, maps.scored) | dearer)
+    costly = _costly(model, tape, mask, boundary, chosen, steps, worlds) if costly_estimators else {}
+    add("direction", chosen, {MEASURED: measured} | _cheap(*gates, maps.scored) | costly)
     for part in PARTS:
         first, drawn = head_sums(maps, part)
         for kind, of_kind in units.items():
@@ -279,7 +275,7 @@ def _cheap(gate: xr.DataArray, drawn: xr.DataArray | None, scored: xr.DataArray)
     return found
 
 
-def _dear(model, tape, mask, boundary, chosen, steps, worlds) -> dict[str, np.ndarray]:
+def _costly(model, tape, mask, boundary, chosen, steps, worlds) -> dict[str, np.ndarray]:
     objective, inputs = objective_of("next_token", tape, mask[None], 0, 0)
     pulled = list(pull_back(model, tape, objective, inputs, cotangents=1))
     parts: dict[str, list[np.ndarray]] = {"Gauss-Newton": [], "exact local": [], "integrated gradients": []}
@@ -293,7 +289,7 @@ def _dear(model, tape, mask, boundary, chosen, steps, worlds) -> dict[str, np.nd
     return {name: np.concatenate(x) for name, x in parts.items()}
 
 
-def scores(comparison: Comparison, *, top: int | None = None, halves: int = 200, seed: int = 0) -> list[Score]:
+def scores(comparison: EffectComparison, *, top: int | None = None, halves: int = 200, seed: int = 0) -> list[Score]:
     """All metrics of all estimators, and the ceiling; ``top`` is k, a tenth of the units where None.
 
     ``halves`` random splits make the ceiling; ``seed`` is theirs.
@@ -369,7 +365,7 @@ def _metrics(predicted: np.ndarray, measured: np.ndarray, top: int) -> tuple[flo
     return spearman, pearson, hit, predicted.sum() / total if total else np.nan, float(cost)
 
 
-def from_rows(rows: pa.Table) -> list[Comparison]:
+def from_rows(rows: pa.Table) -> list[EffectComparison]:
     """The comparisons of rows of :func:`removals`, of all their documents together."""
     found: dict[str, dict[str, dict[str, dict[tuple[int, ...], float]]]] = {}
     for row in rows.to_pylist():
@@ -382,5 +378,5 @@ def from_rows(rows: pa.Table) -> list[Comparison]:
             e: np.array([list(units.values()) for units in d.values()]) for e, d in estimators_of.items()
         }
         units = list(next(iter(next(iter(estimators_of.values())).values())))
-        comparisons.append(Comparison(kind, units, effects.pop(MEASURED), effects))
+        comparisons.append(EffectComparison(kind, units, effects.pop(MEASURED), effects))
     return comparisons

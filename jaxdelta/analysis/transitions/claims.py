@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from jaxdelta.analysis.claims import Line, above, at_most, below, equal
+from jaxdelta.groups import group_of, minimal_representation
 from jaxdelta.ops.householder import (
     active_rank,
     determinant,
@@ -34,7 +35,6 @@ from jaxdelta.ops.reflections import reflections
 from jaxdelta.results.documents import Item, rows_of
 from jaxdelta.results.folder import Results
 from jaxdelta.runs.capacity import device_memory, gib
-from jaxdelta.tasks.state_tracking import group_of, minimal_representation
 
 FACTORS = (1, 2, 4, 7)
 EACH = ", ".join(map(str, FACTORS))

@@ -131,12 +131,12 @@ def distributions(ledger: xr.Dataset) -> xr.Dataset:
         "histogram": (("quantity", "layer", "head", "bin"), counts),
         "edges": (("quantity", "edge"), np.stack(list(EDGES.values()))),
     }
-    words = {
+    descriptions = {
         "histogram": ("tokens and steps in the bin", "count"),
         "edges": ("edges of the bins", "1"),
         "quantity": ("quantity", "name"),
     }
-    return labelled(xr.Dataset(found, {"quantity": list(EDGES), "layer": ledger.layer}), words)
+    return labelled(xr.Dataset(found, {"quantity": list(EDGES), "layer": ledger.layer}), descriptions)
 
 
 def _of_tokens(ledger: xr.Dataset, name: str) -> Float[np.ndarray, "N A"]:

@@ -32,7 +32,7 @@ from jaxtyping import Float
 
 ACTIVE = 0.1
 FORGOTTEN = 0.5
-KINDS = ("active", "forgotten")
+SUBSPACES = ("active", "forgotten")
 ANGLE_EDGES = np.arange(0.0, 95.0, 5.0)  # degrees
 
 
@@ -54,7 +54,7 @@ class Reading(NamedTuple):
     Attributes:
         kept: Float[*batch K], singular values of P, descending.
         changed: Float[*batch K], singular values of P - I, descending.
-        bases: of each of ``KINDS`` Float[*batch K R], orthonormal columns, and zeros where the subspace has fewer.
+        bases: of each of ``SUBSPACES`` Float[*batch K R], orthonormal columns, and zeros where the subspace has fewer.
     """
 
     kept: np.ndarray
@@ -122,7 +122,7 @@ class WindowSums:
         self._sums = {name: np.zeros((heads, *size)) for name, size in sizes.items()}
         self._smallest = np.full(heads, np.inf)
         self._largest = np.full(heads, -np.inf)
-        self._mixing = {kind: Mixing(heads, key_dim) for kind in KINDS}
+        self._mixing = {kind: Mixing(heads, key_dim) for kind in SUBSPACES}
 
     def add(self, window: Window, log_decay: Float[np.ndarray, "N H"]) -> None:
         """Successive windows, with leading axes [N, H], and the logs of their decays."""
@@ -139,13 +139,13 @@ class WindowSums:
             self._sums[name] += x.sum(axis=0)
         self._smallest = np.minimum(self._smallest, found.kept.min(axis=(0, -1)))
         self._largest = np.maximum(self._largest, found.kept.max(axis=(0, -1)))
-        for kind, bases in zip(KINDS, found.bases, strict=True):
+        for kind, bases in zip(SUBSPACES, found.bases, strict=True):
             self._mixing[kind].add(bases)
 
     def means(self) -> dict[str, np.ndarray]:
         """Everything over (head, ...), NaN where there was no window; of subspaces over (head, kind, ...)."""
         extremes = {"kept_smallest": self._smallest, "kept_largest": self._largest}
-        of_subspaces = [self._mixing[kind].means() for kind in KINDS]
+        of_subspaces = [self._mixing[kind].means() for kind in SUBSPACES]
         return {
             **{name: x / (self.count or np.nan) for name, x in self._sums.items()},
             **{name: np.where(np.isfinite(x), x, np.nan) for name, x in extremes.items()},

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxdelta.groups.representations import TOLERANCE, Representation, minimal_representation
+from jaxdelta.groups.tables import Group, shortest_words
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.ops.reflections import reflections
-from jaxdelta.tasks.state_tracking.groups import Group, shortest_words
-from jaxdelta.tasks.state_tracking.representations import TOLERANCE, Representation, minimal_representation
 
 SMALL = 0.2  # largest entry of keys and values before their norm: silu gives any number from -0.278 up
 OFF, ON = -200.0, 200.0  # before the sigmoid of beta

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jaxdelta.tasks.state_tracking.groups import Group
+from jaxdelta.groups.tables import Group
 
 
 class Words(NamedTuple):

@@ -15,8 +15,7 @@ from jaxdelta.analysis.sensitivity.validation import (
     MEASURED,
     METRICS,
     STEPS,
-    Comparison,
-    compare,
+    EffectComparison,
     draw_directions,
     from_rows,
     joined,
@@ -44,7 +43,7 @@ def values(comparison, estimator="predicted", **options):
 
 def comparison(predicted, measured):
     predicted, measured = (np.atleast_2d(np.asarray(x, np.float64)) for x in (predicted, measured))
-    return Comparison("direction", [(0, 0, i) for i in range(measured.shape[1])], measured, {"predicted": predicted})
+    return EffectComparison("direction", [(0, 0, i) for i in range(measured.shape[1])], measured, {"predicted": predicted})
 
 
 # Scores
@@ -86,7 +85,7 @@ def test_a_sum_without_a_unit_is_not_compared():
 
 
 def test_precision_and_cost_count_units():
-    """Predicted order 5 4 3 2 1 0, truly dear 5 and 2: one of two is hit; four are measured to have both."""
+    """Predicted order 5 4 3 2 1 0, what truly matters most 5 and 2: one of two is hit; four are measured to have both."""
     found = values(comparison([0, 1, 2, 3, 4, 5], [0, 0.1, 8, 0.2, 0.3, 9]), top=2)
     assert (found["precision"], found["cost"]) == (0.5, 4)
 
@@ -294,19 +293,19 @@ def test_removals_are_kept_and_not_measured_again(maps, rows, tmp_path, monkeypa
 @pytest.mark.parametrize("boundary", [0, 1, 24])
 def test_a_boundary_that_some_document_lacks_is_refused(maps, boundary):
     with pytest.raises(ValueError, match=rf"boundary is {boundary}, in tokens seen; .* of every document are \[8, 16\]"):
-        compare(model(layer_kinds=KINDS), DOCUMENTS, maps, boundary=boundary)
+        removals(model(layer_kinds=KINDS), DOCUMENTS, maps, boundary=boundary)
 
 
 def test_maps_of_other_documents_and_of_an_intervention_are_refused(maps):
     with pytest.raises(ValueError, match=r"documents are \['b', 'a'\], the maps of \['a', 'b'\]"):
-        compare(model(layer_kinds=KINDS), DOCUMENTS[::-1], maps)
+        removals(model(layer_kinds=KINDS), DOCUMENTS[::-1], maps)
     with pytest.raises(ValueError, match="maps are of a model under Truncate"):
-        compare(model(layer_kinds=KINDS), DOCUMENTS, maps.assign_attrs(intervention="Truncate"))
+        removals(model(layer_kinds=KINDS), DOCUMENTS, maps.assign_attrs(intervention="Truncate"))
 
 
 def test_maps_of_another_loss_are_refused(maps):
     with pytest.raises(ValueError, match="maps are of 'kl'; only the next-token loss"):
-        compare(model(layer_kinds=KINDS), DOCUMENTS, maps.assign_attrs(objective="kl"))
+        removals(model(layer_kinds=KINDS), DOCUMENTS, maps.assign_attrs(objective="kl"))
 
 
 # Importance

@@ -13,7 +13,7 @@ from jaxdelta.analysis.claims import above, at_most, below, equal
 from jaxdelta.analysis.transitions import claims as module
 from jaxdelta.analysis.transitions.claims import ledger
 from jaxdelta.ops.nearest_product import distance, nearest_product
-from jaxdelta.report.ledger import measured, number, tables
+from jaxdelta.report.claims import measured, number, tables
 from jaxdelta.results.folder import ResultsError
 
 # What does not hold without the condition that the next lines state.

@@ -9,7 +9,7 @@ from jaxdelta.analysis.transitions.windows import (
     ACTIVE,
     ANGLE_EDGES,
     FORGOTTEN,
-    KINDS,
+    SUBSPACES,
     Mixing,
     Window,
     WindowStream,
@@ -78,7 +78,7 @@ def test_subspaces_are_of_the_directions_of_an_arriving_state(M):
     keys, beta = factors(M, "cosine 0.9")
     window = product(keys, 0.3 * beta)
     P, found = whole(window, 7), read(window)
-    for name, basis in zip(KINDS, found.bases, strict=True):
+    for name, basis in zip(SUBSPACES, found.bases, strict=True):
         matrix = P if name == "forgotten" else P - np.eye(7)
         _, sigma, Wt = np.linalg.svd(matrix)
         inside = sigma < FORGOTTEN if name == "forgotten" else sigma > ACTIVE
@@ -166,8 +166,8 @@ def test_mixing_is_that_of_every_pair(length):
     """Successive pairs with their principal angles, and all others; a window without such a direction is in no pair."""
     layers = text()
     P, means = products(layers, length), streamed(layers, 7)[length]
-    for layer, head, kind in np.ndindex(LAYERS, H, len(KINDS)):
-        bases = [spaces(p, KINDS[kind]) for p in P[layer, head]]
+    for layer, head, kind in np.ndindex(LAYERS, H, len(SUBSPACES)):
+        bases = [spaces(p, SUBSPACES[kind]) for p in P[layer, head]]
         pairs = [(a, b) for a, b in pairwise(bases) if a.size and b.size]
         there = [i for i, b in enumerate(bases) if b.size]
         apart = [(bases[i], bases[j]) for i, j in combinations(there, 2) if j > i + 1]

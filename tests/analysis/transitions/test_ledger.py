@@ -8,8 +8,8 @@ import xarray as xr
 from flax import nnx
 
 import jaxdelta as jd
-from jaxdelta.analysis.transitions import maps as transitions
-from jaxdelta.analysis.transitions.maps import _rule_inputs, ledger_of, measures, whole_defects
+from jaxdelta.analysis.transitions import ledger as transitions
+from jaxdelta.analysis.transitions.ledger import _rule_inputs, ledger_of, measures, whole_defects
 from jaxdelta.analysis.transitions.rows import active_ranks, distributions, radii, rotates, transition_rows, window_rows
 from jaxdelta.analysis.transitions.windows import product
 from jaxdelta.documents import Document

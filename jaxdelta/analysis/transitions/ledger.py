@@ -1,7 +1,7 @@
 """The ledger of a trained model: where its write strengths, keys and decays put every token's transition.
 
     A_t = alpha_t H_{n_h} ... H_1,  H_j = I - beta_j k_j k_j^T,  alpha_t = exp(g_t)
-    H_{n_h} ... H_1 = I - Q C Q^T,  C of size min(n_h, K)              see jaxdelta/analysis/windows.py
+    H_{n_h} ... H_1 = I - Q C Q^T,  C of size min(n_h, K)              see jaxdelta/analysis/transitions/windows.py
 
 A factor has the eigenvalue 1 - beta ||k||^2 along its key. For n_h < K the spectrum of A_t is alpha_t times that of I - C,
 and alpha_t itself K - n_h times: its radius is alpha_t, whatever beta in [0, 2] and keys no longer than one are (the pin),
@@ -27,7 +27,7 @@ from jaxdelta.analysis.transitions.windows import (
     ACTIVE,
     ANGLE_EDGES,
     FORGOTTEN,
-    KINDS,
+    SUBSPACES,
     WindowStream,
     WindowSums,
     check_windows,
@@ -49,7 +49,7 @@ from jaxdelta.runs.segments import NonFiniteError, Text, init_carry, iterate
 WINDOWS = (1, 4, 16, 64, 256, 1024, 4096)
 TAKEN_WHOLE = 256  # transitions of a document, at least one for each head
 
-WORDS = {  # long name and units of each variable
+DESCRIPTIONS = {  # long name and units of each variable
     "g": ("log-decay of a token", "nats"),
     "beta": ("write strength", "1"),
     "key_norm2": ("squared norm of the key", "1"),
@@ -280,7 +280,7 @@ def _dataset(
         "window": lengths,
         "direction": np.arange(config.largest_state.key_dim),
         "tolerance": list(frozen_tolerances(config.largest_state.key_dim)),
-        "kind": list(KINDS),
+        "kind": list(SUBSPACES),
         "angle": (ANGLE_EDGES[:-1] + ANGLE_EDGES[1:]) / 2,
     }
     attrs = {
@@ -290,4 +290,4 @@ def _dataset(
         "forgotten": f"sigma(P) < {FORGOTTEN}",
         "precision": "keys, write strengths and decays as the layer has them; everything from them in f64",
     }
-    return labelled(xr.Dataset(found, coords, attrs), WORDS)
+    return labelled(xr.Dataset(found, coords, attrs), DESCRIPTIONS)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxdelta.tasks.state_tracking.groups import Group, generated
+from jaxdelta.groups.tables import Group, generated
 
 TOLERANCE = 1e-8  # between equal eigenvalues, characters and singular values, all of order 1 to 10 in f64
 

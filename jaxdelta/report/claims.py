@@ -27,10 +27,10 @@ def tables(rows: pa.Table) -> Group:
 
 def _table(condition: str, lines: list[dict], of_claimed: int, of_measured: int, *, header: bool) -> Sheet:
     view = Sheet(condition, header=header, frame=box.SIMPLE_HEAD, left=True)
-    view.add_column("claim", words=True, width=CLAIM)
+    view.add_column("claim", prose=True, width=CLAIM)
     view.add_column("claimed", width=of_claimed)
     view.add_column("measured", width=of_measured)
-    view.add_column("verdict", words=True, width=VERDICT)
+    view.add_column("verdict", prose=True, width=VERDICT)
     for line in lines:
         view.add_row(
             line["claim"],
