@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxdelta.json_text import parse
+from jaxdelta.json_text import RepeatedKey, parse
 
 EMBEDDED = Path(__file__).parent / "assets" / "documents"
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
@@ -223,6 +223,8 @@ def _holds_json(content: str) -> bool:
     """Whether a text begins with a JSON object on a line of its own, as no prose does."""
     try:
         return isinstance(parse(content.lstrip().partition("\n")[0]), dict)
+    except RepeatedKey:
+        return True
     except ValueError:
         return False
 
@@ -231,6 +233,8 @@ def _is_json_lines(lines: list[tuple[int, str]]) -> bool:
     """Whether the first of several lines is a JSON value by itself, as none is of an array or object over several lines."""
     try:
         parse(lines[0][1])
+    except RepeatedKey:
+        pass
     except ValueError:
         return False
     return len(lines) > 1
@@ -239,6 +243,8 @@ def _is_json_lines(lines: list[tuple[int, str]]) -> bool:
 def _parsed(text: str, where: str) -> Any:
     try:
         return parse(text)
+    except RepeatedKey as error:
+        raise ValueError(f"{where}: {error}; keep the one that is meant") from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
 
