@@ -272,6 +272,35 @@ def test_an_id_without_a_row_in_the_embedding_is_refused_by_name(ids, wrong):
         tokenize([np.array([5, 96]), np.array(ids)], None, vocab_size=97)
 
 
+@pytest.mark.usefixtures("as_for_users")
+@pytest.mark.parametrize("name", [1, None, "", " ", b"a"], ids=repr)
+def test_a_name_that_is_no_text_is_refused(name):
+    for documents in ({name: [1, 2]}, [Document(name, np.arange(3))]):
+        with pytest.raises(ValueError, match=rf"the name of a document is {re.escape(repr(name))}; expected a string"):
+            tokenize(documents, None)
+
+
+@pytest.mark.parametrize(
+    "documents", [["w1 \ud800 w2"], {"\ud800": "w1 w2"}, {"\ud800": [1, 2]}], ids=["text", "name", "ids"]
+)
+def test_half_a_surrogate_pair_is_refused_before_a_tokenizer_sees_it(documents):
+    with pytest.raises(ValueError, match="holds half a surrogate pair, which is no text"):
+        tokenize(documents, tokenizer())
+
+
+@pytest.mark.usefixtures("as_for_users")
+def test_rows_of_several_lengths_are_no_document():
+    with pytest.raises(ValueError, match=r"a is \[\[1, 2\], \[3\]\]; expected one row of token ids"):
+        tokenize({"a": [[1, 2], [3]]}, None)
+
+
+def test_masked_ids_are_not_run_without_a_word():
+    with pytest.raises(ValueError, match="a is a masked array, whose masked ids would be run"):
+        tokenize({"a": np.ma.masked_array([1, 2, 3], mask=[False, True, False])}, None)
+    (whole,) = tokenize({"a": np.ma.masked_array([1, 2, 3])}, None)
+    assert whole.tokens.tolist() == [1, 2, 3]
+
+
 def test_a_text_needs_a_tokenizer():
     with pytest.raises(ValueError, match=r"the model has no tokenizer\.json; give documents as arrays of token ids"):
         tokenize(["w1 w2"], None)
