@@ -16,6 +16,7 @@ from jaxdelta.analysis.sensitivity.maps import tail_effect, tail_gate
 from jaxdelta.analysis.sensitivity.validation import METRICS, SUBJECTS, Comparison, Score
 from jaxdelta.report.figure import save_figure
 from jaxdelta.report.sheet import Sheet
+from jaxdelta.report.sweep import left_out
 from jaxdelta.results.folder import write_whole
 
 DEFAULT = "first order + fisher / 2"
@@ -58,6 +59,7 @@ def head_tables(maps: xr.Dataset, *, top: int = 10, trust: str | None = None) ->
     """The heads whose output, and those whose state, is estimated to cost most when removed, with the estimate's worth."""
     rows = [row for row in head_rows(maps).to_pylist() if row["document"] is None]
     measured = "output_measured" in rows[0]
+    short = left_out(maps.attrs.get("without_boundary", []), maps.sizes["document"])
     views = []
     for part, said in (
         ("output", "its output is removed in the whole text"),
@@ -65,7 +67,7 @@ def head_tables(maps: xr.Dataset, *, top: int = 10, trust: str | None = None) ->
     ):
         view = Sheet(
             f"Heads by estimated rise of the loss when {said}",
-            caption=f"{maps.attrs['unit'].capitalize()}, mean over documents. {MICHEL} {trust or NOT_VALIDATED}",
+            caption=f"{maps.attrs['unit'].capitalize()}, mean over documents. {MICHEL} {trust or NOT_VALIDATED}" + short,
             keys=2,
         )
         for name in ("layer", "head"):
