@@ -22,6 +22,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 # Plain f32 products are TF32 on current GPUs: 1e-3 of relative error, which hides the small singular directions.
@@ -41,9 +42,10 @@ Matrices: TypeAlias = Float[AnyArray, "*batch K V"]
 Spectrum: TypeAlias = Float[Array, "*batch R"]
 
 
-def accumulation_dtype(*arrays: AnyArray) -> jnp.dtype:
-    """The dtype in which a recurrence or a factorization of ``arrays`` runs: theirs, and at least f32."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+def accumulation_dtype(*arrays: AnyArray | DTypeLike) -> jnp.dtype:
+    """The dtype in which a recurrence or a factorization of ``arrays``, or of their dtypes, runs: theirs, at least f32."""
+    with jax.numpy_dtype_promotion("standard"):  # the promotion that is meant, for users who have jax refuse the others
+        return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
 def is_traced(x) -> bool:
@@ -94,7 +96,7 @@ def stacked_alike(arrays: Sequence[Array]) -> Array:
 
 def first(count: Int[Array, "*batch"], size: int) -> Bool[Array, "*batch size"]:
     """Which of ``size`` entries are among the first ``count``."""
-    count = jnp.asarray(count)[..., None]
+    count = jnp.asarray(count, int)[..., None]
     return along_last(jnp.arange(size), count) < count
 
 

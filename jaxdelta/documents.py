@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxdelta.json_text import parse
+from jaxdelta.arguments import shown
+from jaxdelta.json_text import RepeatedKey, parse
 
 EMBEDDED = Path(__file__).parent / "assets" / "documents"
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
@@ -102,10 +103,7 @@ def read_documents(files: Iterable[Path]) -> dict[str, str | np.ndarray]:
     found: dict[str, str | np.ndarray] = {}
     for file in files:
         for name, document in _documents_of(file, file.name if names.count(file.name) == 1 else str(file)):
-            try:
-                (name + document if isinstance(document, str) else name).encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"{ascii(name)[1:-1]} or its text holds half a surrogate pair, which is no text") from None
+            _check_text(name, name + document if isinstance(document, str) else name)
             if isinstance(document, str) and not document.strip():
                 raise ValueError(f"{name} is empty")
             if name in found:
@@ -141,7 +139,11 @@ def tokenize(
         scored = None
         if isinstance(document, Document):
             name, document, scored = document.name, document.tokens, document.scored
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"the name of a document is {shown(name)}; expected a string")
+        _check_text(name, name)
         if isinstance(document, str):
+            _check_text(name, document)
             if tokenizer is None:
                 raise ValueError(
                     "the model has no tokenizer.json; give documents as arrays of token ids, or in files as "
@@ -150,7 +152,7 @@ def tokenize(
             tokens = np.asarray(tokenizer.encode(document, add_special_tokens=False).ids, np.int32)
             _check_rows(name, tokens, tokenizer, vocab_size)
         else:
-            tokens = np.asarray(document)
+            tokens = _row(name, document)
             if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
                 raise ValueError(f"{name} is {tokens.dtype} of shape {tokens.shape}; expected one row of token ids")
             if vocab_size is not None and len(without := tokens[(tokens < 0) | (tokens >= vocab_size)]):
@@ -162,6 +164,23 @@ def tokenize(
     if not found:
         raise ValueError("no documents")
     return found
+
+
+def _check_text(name: str, text: str) -> None:
+    """Raise ValueError for half a surrogate pair, which neither a tokenizer nor a file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{ascii(name)[1:-1]} or its text holds half a surrogate pair, which is no text") from None
+
+
+def _row(name: str, document: Any) -> np.ndarray:
+    if np.ma.isMaskedArray(document) and np.ma.getmaskarray(document).any():
+        raise ValueError(f"{name} is a masked array, whose masked ids would be run; say with scored which tokens count")
+    try:
+        return np.asarray(document)
+    except ValueError:  # rows of several lengths
+        raise ValueError(f"{name} is {shown(document)}; expected one row of token ids") from None
 
 
 def _check_rows(name: str, tokens: np.ndarray, tokenizer: Tokenizer, vocab_size: int | None) -> None:
@@ -223,6 +242,8 @@ def _holds_json(content: str) -> bool:
     """Whether a text begins with a JSON object on a line of its own, as no prose does."""
     try:
         return isinstance(parse(content.lstrip().partition("\n")[0]), dict)
+    except RepeatedKey:
+        return True
     except ValueError:
         return False
 
@@ -231,6 +252,8 @@ def _is_json_lines(lines: list[tuple[int, str]]) -> bool:
     """Whether the first of several lines is a JSON value by itself, as none is of an array or object over several lines."""
     try:
         parse(lines[0][1])
+    except RepeatedKey:
+        pass
     except ValueError:
         return False
     return len(lines) > 1
@@ -239,6 +262,8 @@ def _is_json_lines(lines: list[tuple[int, str]]) -> bool:
 def _parsed(text: str, where: str) -> Any:
     try:
         return parse(text)
+    except RepeatedKey as error:
+        raise ValueError(f"{where}: {error}; keep the one that is meant") from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
 

@@ -6,15 +6,23 @@ from typing import Any
 MAX_DEPTH = 100  # far above what configurations nest, far below what any reader or writer of Python's can take
 
 
+class RepeatedKey(ValueError):
+    """An object that gives a key twice, of which Python's reader would take the last without a word."""
+
+
 def parse(text: str | bytes) -> Any:
     """The value of a JSON text; bytes are UTF-8, with or without a byte order mark.
 
     Raises:
+        RepeatedKey: an object gives a key twice; the message is a phrase that names it.
         ValueError: the text is no JSON, or none that a machine can hold; the message is a phrase ("nested too deeply").
     """
     try:
-        value = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text.removeprefix("\ufeff"))
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text.removeprefix("\ufeff")
+        value = json.loads(text, object_pairs_hook=_object)
         depth = _depth(value)
+    except RepeatedKey:
+        raise
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if "\n" in error.doc else ""
         raise ValueError(f"{error.msg} at {line}column {error.colno}") from None
@@ -29,6 +37,15 @@ def parse(text: str | bytes) -> Any:
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise RepeatedKey(f"the key {json.dumps(twice)[:60]} is given twice")
+    return found
 
 
 def _depth(value: Any) -> int:

@@ -168,6 +168,10 @@ def test_a_text_is_read_as_it_is_but_for_a_byte_order_mark(tmp_path):
         ("a.jsonl", '{"ids": [1, 2], "name": 5}', r"""a\.jsonl, line 1: "name" is '5'; expected a string"""),
         ("a.jsonl", '{"ids": [1, 2], "name": " "}', r'a\.jsonl, line 1: "name" is'),
         ("a.jsonl", '{"text": "w1", "name": "n"}\n{"text": "w2", "name": "n"}', "n is given twice"),
+        ("a.jsonl", '"w1"\n{"text": "w2", "text": "w3"}', r'a\.jsonl, line 2: the key "text" is given twice; keep the one'),
+        ("a.json", '{"ids": [1, 2], "ids": [3, 4]}\n"w1"', r'a\.json, line 1: the key "ids" is given twice'),
+        ("a.json", '["w1", {"text": "w2", "text": "w3"}]', r'a\.json: the key "text" is given twice'),
+        ("a.txt", '{"text": "w2", "text": "w3"}', r"a\.txt holds JSON lines"),
         ("a.txt", b"w1 \xff w2", r"a\.txt is not UTF-8 \(invalid start byte at byte 3\)"),
         ("a.txt", bytes(range(256)), r"a\.txt is not UTF-8"),
         ("a.jsonl", b'"\xff"', r"a\.jsonl is not UTF-8"),
@@ -266,6 +270,35 @@ def test_what_is_no_row_of_tokens_is_refused_by_name(document, message):
 def test_an_id_without_a_row_in_the_embedding_is_refused_by_name(ids, wrong):
     with pytest.raises(ValueError, match=f"document_1 has the token id {wrong}; the model's run from 0 to 96"):
         tokenize([np.array([5, 96]), np.array(ids)], None, vocab_size=97)
+
+
+@pytest.mark.usefixtures("as_for_users")
+@pytest.mark.parametrize("name", [1, None, "", " ", b"a"], ids=repr)
+def test_a_name_that_is_no_text_is_refused(name):
+    for documents in ({name: [1, 2]}, [Document(name, np.arange(3))]):
+        with pytest.raises(ValueError, match=rf"the name of a document is {re.escape(repr(name))}; expected a string"):
+            tokenize(documents, None)
+
+
+@pytest.mark.parametrize(
+    "documents", [["w1 \ud800 w2"], {"\ud800": "w1 w2"}, {"\ud800": [1, 2]}], ids=["text", "name", "ids"]
+)
+def test_half_a_surrogate_pair_is_refused_before_a_tokenizer_sees_it(documents):
+    with pytest.raises(ValueError, match="holds half a surrogate pair, which is no text"):
+        tokenize(documents, tokenizer())
+
+
+@pytest.mark.usefixtures("as_for_users")
+def test_rows_of_several_lengths_are_no_document():
+    with pytest.raises(ValueError, match=r"a is \[\[1, 2\], \[3\]\]; expected one row of token ids"):
+        tokenize({"a": [[1, 2], [3]]}, None)
+
+
+def test_masked_ids_are_not_run_without_a_word():
+    with pytest.raises(ValueError, match="a is a masked array, whose masked ids would be run"):
+        tokenize({"a": np.ma.masked_array([1, 2, 3], mask=[False, True, False])}, None)
+    (whole,) = tokenize({"a": np.ma.masked_array([1, 2, 3])}, None)
+    assert whole.tokens.tolist() == [1, 2, 3]
 
 
 def test_a_text_needs_a_tokenizer():

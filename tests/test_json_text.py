@@ -32,6 +32,8 @@ def test_a_value_is_read_from_text_and_from_bytes(value, form):
         ("{'a': 1}", "Expecting property name enclosed in double quotes at column 2"),
         ("[1,\n2", "Expecting ',' delimiter at line 2, column 2"),
         ("[1] [2]", "Extra data at column 5"),
+        ('{"a": 1, "b": 2, "a": 1}', 'the key "a" is given twice'),
+        ('[{"c": {"b": null, "b": null}}]', 'the key "b" is given twice'),
     ],
     ids=lambda value: str(value[:20]),
 )
@@ -47,7 +49,7 @@ def test_what_is_read_can_be_written_with_indentation():
 
 
 def test_more_than_the_memory_holds_is_a_phrase(monkeypatch):
-    def fails(text):
+    def fails(text, **options):
         raise MemoryError
 
     monkeypatch.setattr(json, "loads", fails)

@@ -28,8 +28,9 @@ def setting(name, value):
 
 
 @pytest.fixture(scope="module")
-def no_rank_promotion():
-    with setting("jax_numpy_rank_promotion", "raise"):
+def no_promotion():
+    """Neither of ranks nor of dtypes."""
+    with setting("jax_numpy_rank_promotion", "raise"), setting("jax_numpy_dtype_promotion", "strict"):
         yield
 
 
@@ -45,22 +46,26 @@ def test_a_sweep_and_maps_under_other_settings(name, value):
         assert np.isfinite(maps.gate).all()
 
 
-def test_a_sweep(no_rank_promotion):
+def test_a_sweep(no_promotion):
     rows = jd.sweep(net(), TEXTS, ranks=(1, 4), segment=SEGMENT)
     assert np.isfinite(rows["loss"].to_numpy()).all()
 
 
-def test_maps_with_and_without_a_cut(no_rank_promotion):
+def test_maps_with_and_without_a_cut(no_promotion):
     for cut in (None, jd.Truncate(2)):
         maps = jd.sensitivity(net(), TEXTS[0], SEGMENT, samples=1, intervention=cut)
         assert np.isfinite(maps.gate).all()
-    difference = jd.sensitivity(net(), TEXTS, SEGMENT, loss=jd.LogitDifference(1, 2))
-    assert np.isfinite(difference.gate[0]).all()
 
 
-def test_texts_of_several_lengths_with_padding_and_steps(no_rank_promotion):
+@pytest.mark.parametrize("loss", ["next_token", jd.LogitDifference(1, 2)], ids=["next token", "difference"])
+def test_maps_of_a_model_in_bf16(no_promotion, loss):
+    maps = jd.sensitivity(tiny.fresh_model(dtype=jnp.bfloat16), TEXTS, SEGMENT, samples=0, loss=loss)
+    assert np.isfinite(maps.gate[0]).all()
+
+
+def test_texts_of_several_lengths_with_padding_and_steps(no_promotion):
     ids = np.stack([TEXTS[0][:9], TEXTS[0][9:]])
-    for model in (net(), product()):
+    for model in (net(), product(), tiny.fresh_model(dtype=jnp.bfloat16)):
         carry = jd.init_carry(model, 2, 16)
         logits, carry = jd.forward(model, ids, carry, np.arange(9)[None] < np.array([[9], [4]]))
         logits, carry = jd.forward(model, ids[:, :1], carry)
@@ -71,7 +76,7 @@ def product():
     return jd.DeltaLM(jd.DeltaLMConfig.tiny(vocab_size=11))
 
 
-def test_every_intervention(no_rank_promotion):
+def test_every_intervention(no_promotion):
     model = net()
     (L, (_, H, K, V)) = (len(jd.states(carry := jd.init_carry(model, 1, 8))), jd.states(carry)[0].shape)
     for intervention in (
@@ -87,7 +92,7 @@ def test_every_intervention(no_rank_promotion):
         assert np.isfinite(jd.run(model, TEXTS[0][None], segment=SEGMENT, intervention=intervention).losses).all()
 
 
-def test_functions_of_arrays(no_rank_promotion):
+def test_functions_of_arrays(no_promotion):
     rng = np.random.default_rng(0)
     S = jnp.asarray(rng.standard_normal((2, 3, 5, 7)), jnp.float32)
     Q = np.linalg.qr(rng.standard_normal((2, 4, 4)))[0]
@@ -104,5 +109,5 @@ def test_functions_of_arrays(no_rank_promotion):
     assert all(np.isfinite(x).all() for x in found)
 
 
-def test_the_ledger(no_rank_promotion, tmp_path):
+def test_the_ledger(no_promotion, tmp_path):
     assert jd.ledger(dim=8, draws=2, out=tmp_path / "out").num_rows

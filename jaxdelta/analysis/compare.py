@@ -131,10 +131,24 @@ def checked_sizes(documents: Sequence[Document], segment: int, copy_gap: int) ->
     segment, copy_gap = whole_number("segment", segment), whole_number("copy_gap", copy_gap)
     if segment < 1 or copy_gap < 0:
         raise ValueError(f"segment = {segment}, copy_gap = {copy_gap}; expected at least 1 token and 0 tokens")
-    longest = max(len(d.tokens) for d in documents)
-    if not num_boundaries(longest, segment):
-        raise ValueError(f"the longest document has {longest} tokens: segments of {segment} leave no boundary to cut at")
+    with_boundary(documents, segment)
     return segment, copy_gap
+
+
+def with_boundary(documents: Sequence[Document], segment: int) -> list[Document]:
+    """The documents that have a boundary after which something is predicted; what is said of boundaries is of these.
+
+    Raises:
+        ValueError: none has one.
+    """
+    found = [d for d in documents if num_boundaries(len(d.tokens), segment)]
+    if not found:
+        longest = max(len(d.tokens) for d in documents)
+        raise ValueError(
+            f"the longest document has {longest} tokens: segments of {segment} leave no boundary to hand a state on to a "
+            "prediction. Take a shorter segment or a longer document."
+        )
+    return found
 
 
 def padded_length(documents: Sequence[Document], segment: int) -> int:

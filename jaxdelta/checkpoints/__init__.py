@@ -17,7 +17,14 @@ from safetensors.numpy import save_file
 
 from jaxdelta.checkpoints import delta_lm, qwen3_5, tokenizer
 from jaxdelta.checkpoints.files import INDEX, SINGLE, CheckpointError, TensorFiles, read_json, some
-from jaxdelta.checkpoints.forms import ADAPTER, refuse_other_forms, refuse_quantised
+from jaxdelta.checkpoints.forms import (
+    ADAPTER,
+    other_form,
+    refuse_other_forms,
+    refuse_quantised,
+    refuse_wrapped,
+    wrapper_of,
+)
 from jaxdelta.checkpoints.key_table import COPY, EMBED, Entry, one_value
 from jaxdelta.checkpoints.tokenizer import load_tokenizer, read_tokenizer, tokenizer_files
 from jaxdelta.models import build
@@ -220,7 +227,19 @@ def _download(repo: str, revision: str | None) -> tuple[Path, str]:
             f"{repo} is no local folder and could not be had from the hub ({reason}); "
             "give a folder, or check the id and the network"
         ) from None
+    if not any(folder.glob("*.safetensors")) and (said := other_form(_files_of(repo, revision))):
+        raise CheckpointError(f"{repo} {said}")
     return folder, folder.name
+
+
+def _files_of(repo: str, revision: str | None) -> list[str]:
+    """Names of all files of a hub repository; none where the hub does not say."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.list_repo_files(repo, revision=revision)
+    except Exception:  # of whatever kind: what is missing is told without them too
+        return []
 
 
 class _Contents(NamedTuple):
@@ -237,12 +256,17 @@ def _contents(folder: Path) -> _Contents:
     refuse_other_forms(folder)
     raw, config = _read_config(folder)
     tensors = _tensor_files(folder, raw)
-    refuse_quantised(folder, raw, tensors.shapes)
+    wrapper = wrapper_of(tensors.shapes)
+    names = [name.removeprefix(wrapper) for name in tensors.shapes]
+    refuse_quantised(folder, raw, names)
+    refuse_wrapped(folder, names)
     try:
-        stored, ignored = KEY_TABLES[type(config)].stored_names(config, list(tensors.shapes))
+        stored, ignored = KEY_TABLES[type(config)].stored_names(config, names)
     except CheckpointError as error:
         unread = f"; {some([file.name for file in tensors.unread])} is not read" if tensors.unread else ""
         raise CheckpointError(f"{folder}: {error}{unread}") from None
+    stored = {entry: tuple(wrapper + name for name in parts) for entry, parts in stored.items()}
+    ignored = {group: [wrapper + name for name in members] for group, members in ignored.items()}
     _check_tensors(folder, tensors, stored)
     _check_copies(folder, tensors, stored, ignored.get(COPY, []))
     return _Contents(raw, config, tensors, stored, ignored)

@@ -18,6 +18,7 @@ from jaxdelta import json_text
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LONGEST_HEADER = 100_000_000  # of the format; a file that says more is another one
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # pickles that lie beside weights
 
 
@@ -78,6 +79,8 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is missing; a checkpoint folder holds config.json and safetensors files") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
+    except json_text.RepeatedKey as error:
+        raise CheckpointError(f"{file}: {error}; keep the one that is meant") from None
     except ValueError as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}){pointer_hint(file)}") from None
     if not isinstance(value, dict):
@@ -119,9 +122,11 @@ def weights_hint(folder: Path) -> str:
         return f"; it holds {some(found)}, shards without their {INDEX}: add it"
     if found:
         return f"; it holds {some(found)}, a name that is not read by itself: rename it to {SINGLE}"
-    pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern)]
+    pickles = [file.name for pattern in PICKLES for file in folder.glob(pattern)]
     pickles = sorted(name for name in pickles if not name.startswith(NO_WEIGHTS))
-    return f"; {some(pickles)} would have to be unpickled, which runs code: convert it" if pickles else ""
+    return (
+        f"; {some(pickles)} would have to be unpickled, which runs code: convert it to safetensors first" if pickles else ""
+    )
 
 
 def some(names: list[str]) -> str:

@@ -1,14 +1,17 @@
 """Other forms in which weights are handed round, told by what they are: adapters, quantised weights, other formats."""
 
+import fnmatch
 import re
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Collection, Iterable
+from pathlib import Path, PurePath
 from typing import Any
 
-from jaxdelta.checkpoints.files import SINGLE, CheckpointError, read_json, some
+from jaxdelta.checkpoints.files import NO_WEIGHTS, PICKLES, SINGLE, CheckpointError, read_json, some
 
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
+# What torch.compile, data parallel training and others put before the names of what they wrap.
+WRAPPER = re.compile(r"_orig_mod\.|module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 ADAPTER_TENSORS = re.compile(r"^base_model\.model\.|\.lora_[AB]\.|\.lora_(embedding|magnitude)|\.modules_to_save\.")
 # Fields in which config.json says that weights are quantised, and the tool where the field does not name one.
 QUANTISED = {"quantization_config": "an unnamed method", "compression_config": "compressed-tensors", "quantization": "mlx"}
@@ -24,9 +27,15 @@ def refuse_other_forms(folder: Path) -> None:
     refuse_adapter(folder)
     if (folder / "config.json").exists() and any(folder.glob("*.safetensors*")):
         return
-    for tell in TELLING:
-        if said := tell(folder):
-            raise CheckpointError(f"{folder} {said}")
+    names = [path.name for pattern in ("*", "onnx/*") for path in folder.glob(pattern)]
+    pickled = () if any(folder.glob("*.safetensors*")) else PICKLED
+    if said := _told(SURE, names) or _subfolders(folder) or _told((*LIKELY, *pickled), names):
+        raise CheckpointError(f"{folder} {said}")
+
+
+def other_form(names: Iterable[str]) -> str:
+    """A clause on what a folder without safetensors holds, by the names of its files; nothing where they do not tell."""
+    return _told((*SURE, *LIKELY, *PICKLED), [PurePath(name).name for name in names])
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -54,6 +63,25 @@ def refuse_quantised(folder: Path, raw: dict[str, Any], names: Collection[str]) 
         raise CheckpointError(f"{folder} holds an adapter that is not merged ({some(tensors[:2])}): merge it first")
 
 
+def wrapper_of(names: Collection[str]) -> str:
+    """What wrappers have put before every name, "module._orig_mod." for one; nothing where some have none."""
+    some_name, prefix = next(iter(names), ""), ""
+    while found := WRAPPER.match(some_name, len(prefix)):
+        if not all(name.startswith(prefix + found[0]) for name in names):
+            break
+        prefix += found[0]
+    return prefix
+
+
+def refuse_wrapped(folder: Path, names: Collection[str]) -> None:
+    """Raise CheckpointError where parts of a model were wrapped, or several of its copies were stored."""
+    if tensors := sorted(name for name in names if re.search(rf"(^|\.)({WRAPPER.pattern})", name)):
+        raise CheckpointError(
+            f"{folder} holds a model that was wrapped in part for training or compilation ({some(tensors[:2])}): "
+            "save what is inside of the wrappers, or take their words out of the names"
+        )
+
+
 def _method(said: Any, fields: dict[str, Any]) -> str | None:
     """The tool that quantised the weights, where it is named or known by its settings."""
     said = said if isinstance(said, dict) else {}
@@ -76,28 +104,30 @@ def _is_model(folder: Path) -> bool:
     return (folder / "config.json").exists() or (folder / ADAPTER).exists()
 
 
-def _said_of(patterns: tuple[str, ...], text: str) -> Callable[[Path], str]:
-    """A clause with the names of the files that match, where there are any."""
+def _told(forms: Iterable[tuple[tuple[str, ...], str]], names: Collection[str]) -> str:
+    """A clause with the names of the files of the first form that has any."""
+    for patterns, text in forms:
+        found = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+        if found := sorted(name for name in found if not name.startswith(NO_WEIGHTS)):
+            return text.format(some(found))
+    return ""
 
-    def tell(folder: Path) -> str:
-        names = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
-        return text.format(some(names)) if names else ""
 
-    return tell
-
-
-# What a folder without configuration or safetensors may be, the surest sign first.
-TELLING = (
-    _said_of(("model_index.json",), "holds a diffusers pipeline ({}), no language model"),
-    _said_of(("*.gguf",), "holds {}, a format of llama.cpp: give the checkpoint that it was made from"),
-    _said_of(("*.onnx", "onnx/*.onnx"), "holds {}, an exported graph: give the checkpoint that it was made from"),
-    _subfolders,
-    _said_of(
+# What a folder without configuration or safetensors may be, the surest sign first: patterns, and what is said. Models in
+# its folders are a sign less sure than the first ones.
+SURE = (
+    (("model_index.json",), "holds a diffusers pipeline ({}), no language model"),
+    (("*.gguf",), "holds {}, a format of llama.cpp: give the checkpoint that it was made from"),
+    (("*.onnx",), "holds {}, an exported graph: give the checkpoint that it was made from"),
+)
+LIKELY = (
+    (
         ("*.distcp", "global_step*", "zero_to_fp32.py", "pytorch_model_fsdp_*"),
         "holds {}, the state of a training run in parts: write the whole model with save_pretrained first",
     ),
-    _said_of(
+    (
         ("tf_model.h5", "tf_model*.h5", "flax_model*.msgpack", "model.ckpt.index"),
         "holds {}, weights of TensorFlow or Flax: convert them to safetensors first",
     ),
 )
+PICKLED = ((PICKLES, "holds {}, which would have to be unpickled, which runs code: convert it to safetensors first"),)

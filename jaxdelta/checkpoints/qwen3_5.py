@@ -217,6 +217,11 @@ def _rope_places(fields: dict[str, Any], inside: str) -> list[list[tuple[str, di
         value = fields.get(name) or {}
         if not isinstance(value, dict):
             raise CheckpointError(f"config.json has {name} = {value!r}; expected an object")
+        if kinds := [kind for kind, of_kind in value.items() if isinstance(of_kind, dict)]:
+            raise CheckpointError(
+                f"config.json has {name} by kind of layer ({some(kinds)}), which transformers does not read in this model; "
+                f"put the fields of full_attention into {name} itself"
+            )
         place = f"in {inside}.{name}" if inside else f"in {name}"
         found.append([(place, value), (f"{place} as type", {"rope_type": value.get("type")})])
     top = {name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields}

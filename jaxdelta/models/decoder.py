@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdelta.arguments import shown
-from jaxdelta.dims import Tokens, linear
+from jaxdelta.dims import Tokens, accumulation_dtype, linear
 from jaxdelta.implementation import Implementation, implementation_here
 from jaxdelta.models.carry import Carry, room
 from jaxdelta.models.config import DecoderConfig
@@ -174,7 +174,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch Y"]:
         """Scores of the words, in f32 or wider."""
-        return linear(hidden, self.head_weight, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+        return linear(hidden, self.head_weight, dtype=accumulation_dtype(hidden))
 
 
 def check_model(model: Any) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxdelta.dims import linear
+from jaxdelta.dims import accumulation_dtype, linear
 from jaxdelta.implementation import Implementation
 from jaxdelta.nn.sizes import LinearSizes
 from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_chunked
@@ -83,7 +83,7 @@ class LinearMixer(nnx.Module):
         """The carry before the first token of ``batch`` texts of any length."""
         c = self.sizes
         return LinearCarry(
-            jnp.zeros((batch, c.num_value_heads, c.key_dim, c.value_dim), jnp.promote_types(dtype, jnp.float32)),
+            jnp.zeros((batch, c.num_value_heads, c.key_dim, c.value_dim), accumulation_dtype(dtype)),
             jnp.zeros((batch, c.conv_width - 1, c.conv_channels), dtype),
         )
 

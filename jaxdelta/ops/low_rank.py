@@ -194,7 +194,7 @@ def _truncation(method: Method, max_rank: int, S: Array, rank: Array, basis: Arr
         U = (_svd(A)[0] if method == "svd" else _gram_eigh(A))[..., :full]
         missed, rounds = jnp.zeros(S.shape[:-2], S.dtype), jnp.zeros((), jnp.int32)
 
-    kept = U * first(rank, U.shape[-1])[..., None, :]
+    kept = jnp.where(first(rank, U.shape[-1])[..., None, :], U, 0)
     state = _mm(kept, _mm(kept, S, transpose_a=True))
     is_full = rank == full
     state = jnp.where(is_full[..., None, None], S, state)

@@ -78,7 +78,7 @@ def _eliminate(g: Array, tolerance: Float[Array, ""]) -> Reflections:
         more = going(lengths)
         u = jnp.where(more[..., None], u / jnp.linalg.norm(u, axis=-1, keepdims=True), 0)
         R = R - 2 * jnp.einsum("...ij,...j->...i", R, u, precision=HIGHEST)[..., None] * u[..., None, :]
-        return j + 1, R, k.at[..., j, :].set(u), count + more, rows(R)
+        return j + 1, R, k.at[..., j, :].set(u), count + more.astype(count.dtype), rows(R)
 
     start = 0, g, jnp.zeros_like(g), jnp.zeros(g.shape[:-2], jnp.int32), rows(g)
     _, _, k, count, lengths = jax.lax.while_loop(unfinished, step, start)

@@ -58,7 +58,7 @@ def energy_rank(S: Matrices, fraction: float) -> Float[Array, "*batch"]:
     p = _relative(sigma)
     held = jnp.cumsum(p * p, axis=-1)
     total = held[..., -1:]
-    return _of(sigma, jnp.sum((held < fraction * total) & (p > 0), axis=-1) + (p[..., 0] > 0))
+    return _of(sigma, jnp.sum((held < fraction * total) & (p > 0), axis=-1) + (p[..., 0] > 0).astype(int))
 
 
 @keeps_f64

@@ -15,6 +15,7 @@ from jaxdelta.analysis.sensitivity.maps import tail_effect, tail_gate
 from jaxdelta.analysis.sensitivity.validation import METRICS, SUBJECTS, EffectComparison, Score
 from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
+from jaxdelta.report.sweep import left_out
 from jaxdelta.results.folder import write_csv
 
 DEFAULT = "first order + fisher / 2"
@@ -57,6 +58,7 @@ def head_tables(maps: xr.Dataset, *, top: int = 10, trust: str | None = None) ->
     """The heads whose output, and those whose state, is estimated to cost most when removed, with the estimate's worth."""
     rows = [row for row in head_rows(maps).to_pylist() if row["document"] is None]
     measured = "output_measured" in rows[0]
+    short = left_out(maps.attrs.get("without_boundary", []), maps.sizes["document"])
     views = []
     for part, said in (
         ("output", "its output is removed in the whole text"),
@@ -64,7 +66,7 @@ def head_tables(maps: xr.Dataset, *, top: int = 10, trust: str | None = None) ->
     ):
         view = Sheet(
             f"Heads by estimated rise of the loss when {said}",
-            caption=f"{maps.attrs['unit'].capitalize()}, mean over documents. {MICHEL} {trust or NOT_VALIDATED}",
+            caption=f"{maps.attrs['unit'].capitalize()}, mean over documents. {MICHEL} {trust or NOT_VALIDATED}" + short,
             keys=2,
         )
         for name in ("layer", "head"):
@@ -152,7 +154,7 @@ def head_figure(maps: xr.Dataset, comparisons: Sequence[EffectComparison] = ()) 
     return figure
 
 
-def _by_head(importance: xr.Dataset, comparison: Comparison) -> np.ndarray:
+def _by_head(importance: xr.Dataset, comparison: EffectComparison) -> np.ndarray:
     """The measured effects of heads or layers as ``importance`` has its estimates, NaN where nothing was measured."""
     like = importance[comparison.kind]
     found = np.full(like.shape, np.nan)

@@ -22,7 +22,7 @@ def table(rows: pa.Table) -> Sheet:
     view = Sheet(
         f"Loss by rank of the carried state: {len(tokens)} documents, {sum(tokens.values()):,} scored tokens",
         caption="Nats a scored token, mean over documents; diff. to the untouched\n"
-        "model (first row), ± its paired standard error, % of the untouched loss." + _left_out(short, len(tokens)),
+        "model (first row), ± its paired standard error, % of the untouched loss." + left_out(short, len(tokens)),
         keys=1 + len(scopes),
     )
     for name in ("rank", *scopes):
@@ -37,10 +37,11 @@ def table(rows: pa.Table) -> Sheet:
     return view
 
 
-def _left_out(short: list[str], counted: int) -> str:
+def left_out(short: list[str], counted: int) -> str:
+    """A line of a caption on documents without a boundary, where there are any."""
     if not short:
         return ""
-    return f"\n{len(short)} of {counted + len(short)} documents have no boundary: nothing of theirs is cut, not counted."
+    return f"\n{len(short)} of {counted + len(short)} documents have no boundary: no state is handed on, not counted."
 
 
 def _cells(summary: Difference | None) -> list[str]:

@@ -91,7 +91,10 @@ class Results:
         if not file.exists():
             return None
         try:
-            return parse(file.read_bytes())
+            units = parse(file.read_bytes())
+            if not isinstance(units, list) or not all(isinstance(unit, list) for unit in units):
+                raise ValueError("no list of units")
+            return units
         except (ValueError, OSError) as error:
             raise ResultsError(f"{file} cannot be read ({error}); choose another folder or remove this one") from None
 
@@ -116,6 +119,8 @@ class Results:
         rows = _read_rows(self._rows_file(part))
         if rows is None:
             return None
+        if ITEM not in rows.column_names:
+            raise _unreadable(self._rows_file(part), "rows of something else")
         item = rows[ITEM].to_numpy()
         rows = rows.drop_columns(ITEM)
         return [rows.filter(pa.array(item == i)) for i in range(count)]
@@ -218,7 +223,7 @@ def _read_arrays(folder: Path) -> xr.Dataset:
         with xr.open_zarr(folder, consolidated=False) as stored:
             return stored.load().drop_encoding()  # of which the length of names would cut those of others
     except Exception as error:  # of whatever kind, from a chunk that does not unpack to a group that is none
-        raise ResultsError(f"{folder} cannot be read ({error}); remove it, and the same command makes it anew") from None
+        raise _unreadable(folder, error) from None
 
 
 def _read_rows(file: Path) -> pa.Table | None:
@@ -227,7 +232,11 @@ def _read_rows(file: Path) -> pa.Table | None:
     try:
         return pa_parquet.read_table(file)
     except (pa.ArrowInvalid, OSError) as error:
-        raise ResultsError(f"{file} cannot be read ({error}); remove it, and the same command makes it anew") from None
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, reason: object) -> ResultsError:
+    return ResultsError(f"{file} cannot be read ({reason}); remove it, and the same command makes it anew")
 
 
 def write_csv(rows: pa.Table, file: Path) -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxdelta.dims import first, stacked_alike
+from jaxdelta.dims import accumulation_dtype, first, stacked_alike
 from jaxdelta.models.carry import Caches, Carry, Recurrent, join, split, stacked, with_stacked
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
@@ -222,7 +222,7 @@ def _no_cotangents(tape: Tape, R: int) -> tuple[Array, Cotangents]:
 def _program(model: Decoder, tape: Tape) -> tuple[Program, tuple[Array, ...]]:
     """The recorded program with probes beside its edits: edits that change nothing, with respect to whose values
     derivatives are taken, of beta, g, heads and outputs."""
-    B, T, wide = len(tape.text.lengths), tape.text.segment, jnp.promote_types(model.dtype, jnp.float32)
+    B, T, wide = len(tape.text.lengths), tape.text.segment, accumulation_dtype(model.dtype)
     edits, values = [], []
     for layer, sizes in zip(model.config.linear_layers, model.config.linear_sizes, strict=True):
         H, n = sizes.num_value_heads, sizes.num_householder

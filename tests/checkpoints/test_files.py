@@ -283,9 +283,10 @@ print(tensors.read("narrow").dtype, tensors.read("wide").dtype, tensors.read("na
         (b"[1]", "holds a list; expected a JSON object"),
         (b"[" * 200_000, r"is not valid JSON \(nested too deeply\)"),
         (b'{"a": ' + b"9" * 5000 + b"}", r"is not valid JSON \(a number has too many digits\)"),
+        (b'{"a": 1, "a": 2}', 'the key "a" is given twice; keep the one that is meant'),
         (POINTER, "Git LFS pointer"),
     ],
-    ids=["missing", "empty", "cut", "not UTF-8", "list", "deep", "digits", "LFS pointer"],
+    ids=["missing", "empty", "cut", "not UTF-8", "list", "deep", "digits", "twice", "LFS pointer"],
 )
 def test_a_json_file_that_is_none_is_named(tmp_path, content, message):
     if content is not None:

@@ -3,14 +3,17 @@
 import json
 import re
 
+import huggingface_hub
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import jaxdelta as jd
-from jaxdelta.checkpoints import CheckpointError
-from tests.tiny import hub_tensors, nested_json, write, write_config
+from jaxdelta.checkpoints import CheckpointError, inspect, parameters_sha256
+from jaxdelta.checkpoints.key_table import COPY
+from jaxdelta.models.config import Qwen3_5Config
+from tests.tiny import CONFIG, hub_tensors, nested_json, write, write_config
 
 BOTH = pytest.mark.parametrize("load", [jd.load, jd.inspect], ids=["load", "inspect"])
 
@@ -153,6 +156,11 @@ def test_tensors_of_an_adapter_among_the_weights_are_told(tmp_path):
         (["__0_0.distcp", ".metadata"], "holds __0_0.distcp, the state of a training run in parts: write the whole model"),
         (["tf_model.h5"], "holds tf_model.h5, weights of TensorFlow or Flax: convert them to safetensors first"),
         (
+            ["pytorch_model.bin", "training_args.bin"],
+            "holds pytorch_model.bin, which would have to be unpickled, which runs code: convert it to safetensors first",
+        ),
+        (["last.ckpt", "model.pt"], "holds last.ckpt, model.pt, which would have to be unpickled"),
+        (
             [f"checkpoint-{n}/{name}" for n in (500, 1000) for name in ("config.json", "model.safetensors")],
             "has no weights of its own; give one of the folders in it that have some: checkpoint-500, checkpoint-1000",
         ),
@@ -177,8 +185,71 @@ def test_pickles_that_are_no_weights_are_not_named(tmp_path):
     write_config(tmp_path, nested_json())
     for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth", "pytorch_model.bin"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"index\.json; pytorch_model\.bin would have to be unpickled"):
+    with pytest.raises(CheckpointError, match=r" holds pytorch_model\.bin, which would have to be unpickled"):
         jd.load(tmp_path)
+
+
+def test_pickles_beside_weights_without_a_configuration_are_passed_over(tmp_path):
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        jd.load(tmp_path)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["README.md", "Q4/m-Q4.gguf", "Q8/m-Q8.gguf"], "owner/name holds m-Q4.gguf, m-Q8.gguf, a format of llama.cpp"),
+        (["config.json", "pytorch_model.bin"], "owner/name holds pytorch_model.bin, which would have to be unpickled"),
+        (["onnx/model.onnx", "config.json"], "owner/name holds model.onnx, an exported graph"),
+        (None, "config.json is missing"),
+    ],
+    ids=["GGUF", "pickle", "ONNX", "not to be asked"],
+)
+def test_a_hub_repository_of_another_format_is_told_by_what_it_is(tmp_path, monkeypatch, load, names, message):
+    def listed(repo, *, revision):
+        if names is None:
+            raise OSError("no network")
+        return names
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: str(tmp_path / "snapshot"))
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", listed)
+    with pytest.raises(CheckpointError, match=message):
+        load("owner/name")
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_names_that_wrappers_lengthened_mean_the_same_model(tmp_path, prefix):
+    tensors = hub_tensors() | {"lm_head.weight": hub_tensors()["model.language_model.embed_tokens.weight"]}
+    raw = nested_json(Qwen3_5Config.tiny(layer_kinds=CONFIG.layer_kinds, tied=True))
+    plain = write(tmp_path / "plain", tensors, raw)
+    wrapped = write(tmp_path / "wrapped", {prefix + name: array for name, array in tensors.items()}, raw)
+    assert parameters_sha256(jd.load(wrapped)) == parameters_sha256(jd.load(plain))
+    assert inspect(wrapped).ignored == {COPY: [f"{prefix}lm_head.weight"]}
+    jd.save(jd.load(wrapped), tmp_path / "saved")
+    assert parameters_sha256(jd.load(tmp_path / "saved")) == parameters_sha256(jd.load(plain))
+
+
+def test_a_model_that_was_quantised_inside_of_a_wrapper_is_told(tmp_path):
+    tensors = hub_tensors() | {"model.language_model.layers.0.mlp.up_proj.qweight": np.zeros((2, 2), np.int32)}
+    with pytest.raises(CheckpointError, match="is quantised"):
+        jd.load(write(tmp_path / "m", {f"module.{name}": array for name, array in tensors.items()}, nested_json()))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda name: name.replace("layers.0.", "layers.0._orig_mod."),
+        lambda name: name.replace("layers.0.mlp.", "layers.0._fsdp_wrapped_module.mlp."),
+        lambda name: f"module.{name}" if "layers" in name else name,
+    ],
+    ids=["compiled layer", "FSDP", "some"],
+)
+def test_a_model_that_was_wrapped_in_part_is_told(tmp_path, wrap):
+    tensors = {wrap(name): array for name, array in hub_tensors().items()}
+    with pytest.raises(CheckpointError, match="was wrapped in part for training or compilation"):
+        jd.load(write(tmp_path / "m", tensors, nested_json()))
 
 
 @pytest.mark.parametrize(

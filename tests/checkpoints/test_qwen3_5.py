@@ -111,6 +111,12 @@ def test_sizes_of_the_0_8b_model():
     [
         (flat(layer_types=["linear_attention", "mamba"]), "unknown kinds: mamba"),
         (flat(layer_types=["linear_attention"]), "layer_types has 1 entries for 2 layers"),
+        (
+            flat() | {"rope_parameters": {kind: {"rope_theta": 1e7} for kind in ("full_attention", "sliding_attention")}},
+            r"rope_parameters by kind of layer \(full_attention, sliding_attention\), which transformers does not read in "
+            "this model; put the fields of full_attention into rope_parameters itself",
+        ),
+        (legacy(rope_scaling={"full_attention": {"rope_theta": 1e7}}), r"rope_scaling by kind of layer \(full_attention\)"),
         (flat(rope_mrope_section=[2, 2, 1]), r"mrope_section \[2, 2, 1\] sums to 5; expected half of 12"),
         (flat(rope_rope_theta=None), "rope_theta = None; expected a positive number"),
         (flat(rope_rope_type="yarn"), "rope_type = 'yarn'"),

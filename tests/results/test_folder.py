@@ -78,10 +78,11 @@ def test_the_same_configuration_goes_on_with_the_parts_and_the_plans_that_are_th
     assert [read(again, i) is not None for i in range(3)] == [True, False, True]
 
 
-def test_a_plan_that_is_broken_is_named_with_what_to_do(tmp_path):
+@pytest.mark.parametrize("content", ["[[", "5", "[5]", "null", '{"a": []}'])
+def test_a_plan_that_is_broken_is_named_with_what_to_do(tmp_path, content):
     made = filled(tmp_path)
     made.make_plan(0, [["a"]])
-    (tmp_path / "plans" / "0000.json").write_text("[[")
+    (tmp_path / "plans" / "0000.json").write_text(content)
     with pytest.raises(ResultsError, match=r"0000\.json cannot be read .* choose another folder or remove this one"):
         made.plan(0)
 
@@ -190,6 +191,13 @@ def test_a_full_disk_is_told_in_a_line_and_finished_parts_stay(tmp_path, monkeyp
         with pytest.raises(ResultsError, match=r"0001\.parquet cannot be written: No space left on device; .* are kept"):
             write(made, 1, rows(1))
     assert read(Results(tmp_path, CONFIGURATION), 0).equals(rows(0))
+
+
+def test_a_part_of_other_rows_is_named_with_what_to_do(tmp_path):
+    made = filled(tmp_path, 0)
+    pa.parquet.write_table(pa.table({"x": [1]}), tmp_path / "parts" / "0000.parquet")
+    with pytest.raises(ResultsError, match=r"0000\.parquet cannot be read \(rows of something else\); remove it"):
+        read(made, 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all", None], ids=["empty", "4 bytes", "text", "cut"])

@@ -73,16 +73,17 @@ def _pushed(program, params, recurrent, caches, part, scored, tangent):
     (hidden, *_), (d_hidden, *following) = jax.vmap(pushed, out_axes=(None, 0))(tangent)
     hidden_rows = hidden[0]
     normalizer = log_normalizer(weight, hidden)[0][:, None]
+    products = partial(jnp.einsum, precision=HIGHEST, preferred_element_type=normalizer.dtype)  # of bf16 in f32
 
     def add(sums, words):
         mean, square = sums
-        p = jnp.exp(jnp.einsum("td,yd->ty", hidden_rows, words, precision=HIGHEST) - normalizer)
-        dz = jnp.einsum("xtd,yd->xty", d_hidden[:, 0], words, precision=HIGHEST)
+        p = jnp.exp(products("td,yd->ty", hidden_rows, words) - normalizer)
+        dz = products("xtd,yd->xty", d_hidden[:, 0], words)
         return mean + jnp.einsum("ty,xty->xt", p, dz), square + jnp.einsum("ty,xty->xt", p, dz * dz)
 
     zeros = jnp.zeros(d_hidden.shape[:1] + d_hidden.shape[2:3], normalizer.dtype)
     mean, square = over_words(weight, len(hidden_rows) * len(zeros), add, (zeros, zeros))
-    target = jnp.einsum("xtd,td->xt", d_hidden[:, 0], weight[part.targets[0]], precision=HIGHEST)
+    target = products("xtd,td->xt", d_hidden[:, 0], weight[part.targets[0]])
     first, second = (
         jnp.sum(jnp.where(along_last(scored[0], x), x, 0), axis=-1) for x in (mean - target, square - mean * mean)
     )

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import xarray as xr
 
-from jaxdelta.analysis.compare import padded_length
+from jaxdelta.analysis.compare import padded_length, with_boundary
 from jaxdelta.analysis.labels import head_coordinates, labelled, without_padding
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, Loss, OfHidden, OfLogits, has_fisher, objective_of
 from jaxdelta.arguments import shown, whole_number
@@ -97,13 +97,14 @@ def sensitivity(
         gates on a head's output after its norm and on its carried state. ``*_sample`` hold the summed loss's derivative for
         each sampled label. With a truncation, ``without_gap`` counts the states at a boundary whose exact derivative does
         not exist, and is taken without the directions' turning. Axes are those of :mod:`jaxdelta.analysis.labels`:
-        ``layer`` is the model's layer, ``boundary`` the tokens seen. NaN where a document has ended.
+        ``layer`` is the model's layer, ``boundary`` the tokens seen. NaN where a document has ended. Documents without a
+        boundary are left out; the attribute ``without_boundary`` names them.
 
     Raises:
-        ValueError: no token is scored, a document is too short, or an argument is out of range.
+        ValueError: no token is scored, no document has a boundary, or an argument is out of range.
         NonFiniteError: a NaN or an infinity, with its layer, head and boundary.
     """
-    documents = checked(model, documents, segment, scored)
+    documents, without = checked(model, documents, segment, scored)
     names, lengths = [d.name for d in documents], np.array([len(d.tokens) for d in documents])
     tokens = np.zeros((len(documents), lengths.max()), np.int32)
     counts = np.zeros((len(documents), lengths.max() - 1), bool)
@@ -133,6 +134,7 @@ def sensitivity(
         collected.add(pulled)
         progress(2 * text.count - pulled.index, 2 * text.count)
     maps = _dataset(model, tape, collected, counts.sum(axis=1), loss, seed, names)
+    maps.attrs["without_boundary"] = without
     if hasattr(intervention, "frozen"):
         maps.attrs["derivative"] = "frozen basis" if frozen_basis else "exact"
     return maps
@@ -162,7 +164,7 @@ def sensitivity_maps(
         ResultsError: ``out`` cannot be used.
     """
     _check_options(loss, samples, intervention, frozen_basis)
-    documents = checked(model, documents, segment)
+    documents, without = checked(model, documents, segment)
     length = padded_length(documents, segment)
     if intervention is not None:
         started(intervention, model.init_carry(1, 1), range(segment, length, segment))
@@ -196,6 +198,7 @@ def sensitivity_maps(
     items = [Item(of_document(d), d, 2 * -(-len(d.tokens) // segment)) for d in documents]
     whole = joined_documents(worked(items, work, results=results, progress=progress))
     whole["below_rounding"] = whole.below_rounding.fillna(True).astype(bool).assign_attrs(whole.below_rounding.attrs)
+    whole.attrs["without_boundary"] = without
     if results is not None:
         results.finish_arrays("maps", whole)
     return whole
@@ -217,12 +220,13 @@ def _check_options(loss: Loss, samples: int, intervention: Intervention | None, 
         raise ValueError("the first order of the KL divergence is identically zero; it needs samples of at least 1")
 
 
-def checked(model: Decoder, documents: Any, segment: int, scored: Any = None) -> list[Document]:
-    """Documents of any kind, one row of ids among them, with the predictions that count.
+def checked(model: Decoder, documents: Any, segment: int, scored: Any = None) -> tuple[list[Document], list[str]]:
+    """Documents of any kind, one row of ids among them, with the predictions that count, and the names of those left out:
+    they have no boundary after which something is predicted.
 
     Raises:
         TypeError: ``scored`` is no mask, or documents are none.
-        ValueError: a document has no boundary after which something is predicted, or a mask does not fit.
+        ValueError: no document has a boundary, or a mask does not fit.
     """
     check_model(model)
     if scored is not None and (not np.iterable(scored) or isinstance(scored, str | bytes)):
@@ -243,13 +247,9 @@ def checked(model: Decoder, documents: Any, segment: int, scored: Any = None) ->
                 "expected a list of one Bool[N - 1] for each document"
             )
         found = [d if mask is None else replace(d, scored=np.asarray(mask)) for d, mask in zip(found, masks, strict=True)]
-    for d in found:
-        if not num_boundaries(len(d.tokens), segment):
-            raise ValueError(
-                f"{d.name} has {len(d.tokens)} tokens, one segment of {segment}: no boundary hands a state on to a "
-                "prediction. Take a shorter segment or a longer document."
-            )
-    return found
+    kept = with_boundary(found, segment)
+    names = {d.name for d in kept}
+    return kept, [d.name for d in found if d.name not in names]
 
 
 _gates = jax.jit(gate_derivatives)

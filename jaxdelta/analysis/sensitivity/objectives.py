@@ -41,8 +41,8 @@ class NextToken:
         expected, labels = expected_and_sampled(model, hidden, normalizer, inputs.uniforms)
         words = jnp.concatenate([inputs.targets[None], labels])
         weights = jnp.where(inputs.scored, 1.0, 0.0).astype(losses.dtype)
-        into = (expected[None] - model.head_weight[words]) * weights[None, ..., None]
-        return losses * weights, into.at[0].divide(jnp.maximum(inputs.count, 1)[:, None, None])
+        into = (expected[None] - model.head_weight[words].astype(expected.dtype)) * weights[None, ..., None]
+        return losses * weights, into.at[0].divide(_divisor(inputs.count, into.dtype)[:, None, None])
 
 
 class LogitDifferenceInputs(NamedTuple):
@@ -59,12 +59,12 @@ class LogitDifferenceObjective:
     """Mean over scored tokens of the difference of two logits."""
 
     def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: LogitDifferenceInputs):
-        weights = jnp.where(inputs.scored, 1.0, 0.0)
         values = chosen_logits(model.head_weight, hidden, inputs.words) - chosen_logits(
             model.head_weight, hidden, inputs.others
         )
-        rows = model.head_weight[inputs.words] - model.head_weight[inputs.others]
-        return values * weights, (rows * (weights / jnp.maximum(inputs.count, 1)[:, None])[..., None])[None]
+        weights = jnp.where(inputs.scored, 1.0, 0.0).astype(values.dtype)
+        rows = (model.head_weight[inputs.words] - model.head_weight[inputs.others]).astype(values.dtype)
+        return values * weights, (rows * (weights / _divisor(inputs.count, values.dtype)[:, None])[..., None])[None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class OfHidden:
     def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: OwnInputs):
         values, pull = jax.vjp(lambda h: self._values(model, h, inputs.targets), hidden)
         weights = jnp.where(inputs.scored, 1.0, 0.0).astype(values.dtype)
-        (into,) = pull(weights / jnp.maximum(inputs.count, 1).astype(values.dtype)[:, None])
+        (into,) = pull(weights / _divisor(inputs.count, values.dtype)[:, None])
         return values * weights, into[None]
 
     def _values(self, model: Decoder, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -201,3 +201,8 @@ def expected_and_sampled(
     mean, _, passed = over_words(model.head_weight, B * T, add, start)
     labels = jnp.minimum(passed, len(model.head_weight) - 1)
     return mean.reshape(B, T, D), labels.reshape(uniforms.shape)
+
+
+def _divisor(count: Int[Array, " B"], dtype) -> Float[Array, " B"]:
+    """Scored tokens of each row as what a sum over them is divided by, 1 where there are none."""
+    return jnp.maximum(count, 1).astype(dtype)

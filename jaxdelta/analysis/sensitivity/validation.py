@@ -17,8 +17,11 @@ The ceiling compares measured effects of one half of the documents with those of
 need agree with the measurement better than it does with itself. Its interval is the middle 95 % of the halves.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +38,7 @@ from jaxdelta.analysis.sensitivity.objectives import objective_of
 from jaxdelta.documents import Document
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.results.documents import Documents, Item, of_document, opened, rows_of
-from jaxdelta.runs.reverse import pull_back, record
+from jaxdelta.runs.reverse import Tape, pull_back, record
 from jaxdelta.runs.segments import text_of
 
 SUBJECTS = {
@@ -135,9 +138,10 @@ def removals(
             directions.
         seed: of the directions drawn.
         worlds: removed at once.
-        out: results folder; documents finished there are not measured again.
+        out: results folder; what is finished there is not measured again: heads and layers of a document, and its
+            directions where the same ones are drawn.
         name: of the model, for the manifest.
-        progress: called with the documents done and their number.
+        progress: called with what is done, directions and heads of each document, and of how many.
 
     Returns:
         A row for each kind, document, unit and estimator ("measured" among them): ``kind``, ``document``, ``layer`` (the
@@ -154,7 +158,7 @@ def removals(
         raise ValueError(
             f"maps are of a model under {maps.attrs['intervention']}; removals are measured in the untouched one"
         )
-    documents = checked(model, documents, maps.attrs["segment_tokens"], scored)
+    documents, _ = checked(model, documents, maps.attrs["segment_tokens"], scored)
     if [d.name for d in documents] != maps.document.values.tolist():
         raise ValueError(f"documents are {[d.name for d in documents]}, the maps of {maps.document.values.tolist()}")
     segment = maps.attrs["segment_tokens"]
@@ -164,15 +168,31 @@ def removals(
     if boundary not in shared:
         raise ValueError(f"boundary is {boundary}, in tokens seen; the boundaries of every document are {shared}")
     chosen = draw_directions(known_directions(maps, boundary), directions, seed)
-    options = dict(boundary=boundary, costly_estimators=costly_estimators, steps=steps, worlds=worlds)
-    about = dict(samples=maps.attrs["samples"], labels=maps.attrs["seed"], directions=list(map(list, chosen)))
-    results = opened(out, model, name, "removals", segment=segment, **about, **options)
+    options = dict(boundary=boundary, costly_estimators=costly_estimators, steps=steps)
+    drawn = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
+    about = dict(samples=maps.attrs["samples"], labels=maps.attrs["seed"], worlds=worlds)
+    results = opened(out, model, name, "removals", segment=segment, **about)
     rows = {d.name: row for row, d in enumerate(documents)}
+    items = []
+    for d in documents:  # other directions stand beside these, and heads are measured once
+        items.append(Item(of_document(d, part="directions", drawn=drawn, **options), (d, True)))
+        items.append(Item(of_document(d, part="heads"), (d, False)))
 
-    def work(values: list[Document], progress) -> list[pa.Table]:
-        return [_of_document(model, d, maps.isel(document=rows[d.name]), chosen, **options) for d in values]
+    def work(values: list[tuple[Document, bool]], progress) -> list[pa.Table]:
+        found = []
+        for _, group in groupby(values, key=lambda value: value[0].name):
+            parts = list(group)
+            document = parts[0][0]
+            tape = record(model, text_of(model, document.tokens[None], segment=segment))
+            own = maps.isel(document=rows[document.name])
+            for _, of_directions in parts:
+                if of_directions:
+                    found.append(_of_directions(model, document, tape, own, chosen, worlds=worlds, **options))
+                else:
+                    found.append(_of_heads(model, document, tape, own, worlds=worlds))
+        return found
 
-    return rows_of([Item(of_document(d), d) for d in documents], work, results=results, progress=progress)
+    return rows_of(items, work, results=results, at_once=2, progress=progress)
 
 
 def known_directions(maps: xr.Dataset, boundary: int) -> list[Direction]:
@@ -191,9 +211,10 @@ def draw_directions(known: Sequence[Direction], count: int, seed: int) -> list[D
     return [known[i] for i in np.sort(np.random.default_rng(seed).choice(len(known), count, replace=False))]
 
 
-def _of_document(
+def _of_directions(
     model: Decoder,
     document: Document,
+    tape: Tape,
     maps: xr.Dataset,
     chosen: list[Direction],
     *,
@@ -202,35 +223,47 @@ def _of_document(
     steps: int,
     worlds: int,
 ) -> pa.Table:
-    """The rows of one document; ``maps`` is its own."""
-    segment, layers = maps.attrs["segment_tokens"], maps.layer.values.tolist()
-    tape, mask = record(model, text_of(model, document.tokens[None], segment=segment)), document.mask
-    heads = list(model.config.heads)
-    of_head = _places(("layer", "head"), heads)
-    units = {"head": heads, "layer": [(layer,) for layer in layers]}
-    rows = []
+    """The rows of one document's directions; ``maps`` is its own."""
+    measured = ablation.direction_effects(model, tape, document.mask, boundary, chosen, worlds=worlds)
+    at = _places(Direction._fields, chosen)
+    gates = [maps[n].sel(boundary=boundary, **at) if n in maps else None for n in ("gate", "gate_sample")]
+    costly = _costly(model, tape, document.mask, boundary, chosen, steps, worlds) if costly_estimators else {}
+    effects = {MEASURED: measured} | _cheap(*gates, maps.scored) | costly
+    return _table(_rows("direction", document, chosen, effects, boundary))
 
-    def add(kind: str, units: Sequence[tuple[int, ...]], effects: dict[str, np.ndarray]) -> None:
-        for estimator, values in effects.items():
-            for unit, value in zip(units, values, strict=True):
-                layer, head, direction = (*unit, None, None)[:3]
-                at = boundary if kind == "direction" else None
-                rows.append((kind, str(document.name), layer, head, at, direction, estimator, float(value)))
 
-    measured = ablation.direction_effects(model, tape, mask, boundary, chosen, worlds=worlds)
-    of_direction = _places(Direction._fields, chosen)
-    gates = [maps[n].sel(boundary=boundary, **of_direction) if n in maps else None for n in ("gate", "gate_sample")]
-    costly = _costly(model, tape, mask, boundary, chosen, steps, worlds) if costly_estimators else {}
-    add("direction", chosen, {MEASURED: measured} | _cheap(*gates, maps.scored) | costly)
+def _of_heads(model: Decoder, document: Document, tape: Tape, maps: xr.Dataset, *, worlds: int) -> pa.Table:
+    """The rows of one document's heads and layers; ``maps`` is its own."""
+    heads, layers = list(model.config.heads), [(layer,) for layer in model.config.linear_layers]
+    at, rows = _places(("layer", "head"), heads), []
     for part in PARTS:
         first, drawn = head_sums(maps, part)
-        for kind, of_kind in units.items():
-            measured = ablation.head_effects(model, tape, mask, of_kind, part, worlds=worlds)
-            sums = [None if x is None else x.sel(of_head) if kind == "head" else x.sum("head") for x in (first, drawn)]
-            predicted = _cheap(*sums, maps.scored)
+        for kind, units in (("head", heads), ("layer", layers)):
+            measured = ablation.head_effects(model, tape, document.mask, units, part, worlds=worlds)
+            sums = [None if x is None else x.sel(at) if kind == "head" else x.sum("head") for x in (first, drawn)]
+            effects = {MEASURED: measured} | _cheap(*sums, maps.scored)
             if kind == "head":
-                predicted["michel"] = michel(first).sel(of_head).values
-            add(f"{kind}_{part}", of_kind, {MEASURED: measured} | predicted)
+                effects["michel"] = michel(first).sel(at).values
+            rows += _rows(f"{kind}_{part}", document, units, effects)
+    return _table(rows)
+
+
+def _rows(
+    kind: str,
+    document: Document,
+    units: Sequence[tuple[int, ...]],
+    effects: dict[str, np.ndarray],
+    boundary: int | None = None,
+) -> list[tuple]:
+    found = []
+    for estimator, values in effects.items():
+        for unit, value in zip(units, values, strict=True):
+            layer, head, direction = (*unit, None, None)[:3]
+            found.append((kind, str(document.name), layer, head, boundary, direction, estimator, float(value)))
+    return found
+
+
+def _table(rows: list[tuple]) -> pa.Table:
     columns = zip(*rows, strict=True)
     return pa.table([pa.array(x, f.type) for x, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxdelta.analysis.sensitivity.maps import (
     sensitivity,
+    sensitivity_maps,
     tail_effect,
     tail_fisher,
     tail_gate,
@@ -455,6 +456,19 @@ def test_what_lies_beyond_the_end_of_a_document_is_nan(product):
         assert np.isfinite(tail(ended)[:2]).all() and np.isnan(tail(ended)[2:]).all()
 
 
+def test_documents_without_a_boundary_are_left_out_and_named(tmp_path):
+    texts = {"a": TEXT, "short": TEXT[: SEGMENT + 1], "shorter": TEXT[:2]}
+    alone = first_order({"a": TEXT})
+    assert alone.attrs["without_boundary"] == []
+    together = first_order(texts)
+    assert together.attrs["without_boundary"] == ["short", "shorter"]
+    xr.testing.assert_equal(together, alone)
+    for _ in range(2):  # anew, and from the folder
+        kept = sensitivity_maps(plain.model(), texts, segment=SEGMENT, samples=0, out=tmp_path / "out")
+        assert kept.attrs["without_boundary"] == ["short", "shorter"]
+        xr.testing.assert_equal(kept, alone)
+
+
 def test_a_document_that_ends_with_a_segment_hands_no_state_on():
     x = first_order(TEXT[: 2 * SEGMENT])
     assert x.boundary.values.tolist() == [5] and x.sizes["segment"] == 2 and x.sizes["token"] == 10
@@ -555,8 +569,8 @@ def test_without_samples_tails_are_of_first_order():
     ("options", "message"),
     [
         (dict(scored=np.zeros(22, bool)), "no token of document_0 is scored"),
-        (dict(documents=TEXT[:SEGMENT]), "5 tokens, one segment of 5: no boundary"),
-        (dict(documents=TEXT[: SEGMENT + 1]), "6 tokens, one segment of 5: no boundary"),
+        (dict(documents=TEXT[:SEGMENT]), "the longest document has 5 tokens: segments of 5 leave no boundary"),
+        (dict(documents=TEXT[: SEGMENT + 1]), "the longest document has 6 tokens: segments of 5 leave no boundary"),
         (dict(documents=TEXT[:1], segment=1), "has 1 tokens; at least 2 are needed"),
         (dict(documents=[TEXT, TEXT[None]]), r"document_1 is int64 of shape \(1, 23\); expected one row of token ids"),
         (dict(documents=[]), "there are no documents"),

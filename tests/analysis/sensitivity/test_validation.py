@@ -205,7 +205,7 @@ def rows(maps):
     found = removals(
         model(layer_kinds=KINDS), DOCUMENTS, maps, directions=DRAWN, worlds=DRAWN, progress=lambda *a: said.append(a)
     )
-    assert said == [(1, 2), (2, 2)]
+    assert said == [(2, 4), (4, 4)]  # directions and heads of each
     return found
 
 
@@ -286,8 +286,28 @@ def test_removals_are_kept_and_not_measured_again(maps, rows, tmp_path, monkeypa
     monkeypatch.setattr(ablation, "direction_effects", lambda *a, **o: measured.append(1) or found(*a, **o))
     assert run().equals(rows) and len(measured) == 1
     assert run().equals(rows) and len(measured) == 1
-    with pytest.raises(ValueError, match="another configuration"):
-        removals(model(layer_kinds=KINDS), DOCUMENTS, maps, directions=DRAWN + 1, out=tmp_path / "removals")
+
+
+def test_other_directions_stand_beside_those_measured_before(maps, rows, tmp_path, monkeypatch):
+    """Heads and layers are measured once, whatever number of directions is asked for; a short document is passed over."""
+    documents = [*DOCUMENTS, Document("short", TEXTS[0][: SEGMENT + 1])]
+
+    def run(directions):
+        return removals(
+            model(layer_kinds=KINDS), documents, maps, directions=directions, worlds=DRAWN, out=tmp_path / "removals"
+        )
+
+    assert run(DRAWN).equals(rows)
+    heads, found = [], ablation.head_effects
+    monkeypatch.setattr(ablation, "head_effects", lambda *a, **o: heads.append(1) or found(*a, **o))
+    more = run(DRAWN + 2)
+    assert not heads and len({row["direction"] for row in more.to_pylist()}) > 1
+    of_heads = [row for row in rows.to_pylist() if row["kind"] != "direction"]
+    assert [row for row in more.to_pylist() if row["kind"] != "direction"] == of_heads
+    units = {(r["layer"], r["head"], r["direction"]) for r in more.to_pylist() if r["kind"] == "direction"}
+    assert units == set(draw_directions(known_directions(maps, SEGMENT), DRAWN + 2, seed=0))
+    monkeypatch.setattr(ablation, "direction_effects", None)  # nothing is left to measure
+    assert run(DRAWN).equals(rows) and run(DRAWN + 2).equals(more)
 
 
 @pytest.mark.parametrize("boundary", [0, 1, 24])
