@@ -1,6 +1,5 @@
 """The models of flash-linear-attention: splits, batches, padding, runs and sweeps, and what is refused."""
 
-from copy import copy
 from functools import cache, partial
 
 import jax
@@ -182,18 +181,11 @@ def test_a_layer_that_is_not_finite_is_named(layer, name, message):
 # Configurations
 
 
-def checked(tiny="gated_deltaproduct", **changes):
-    """A configuration checked as without the tests' type checks, which are first to refuse a name that is none."""
-    made = copy(DeltaLMConfig.tiny(tiny))
-    vars(made).update(changes)
-    made.__post_init__()
-
-
 @pytest.mark.parametrize(("field", "family", "value"), FIXED, ids=str)
-def test_what_a_family_cannot_choose_is_refused(field, family, value):
+def test_what_a_family_cannot_choose_is_refused(as_for_users, field, family, value):
     other = not value if isinstance(value, bool) else {1: 2, "silu": "relu", "l2": "sum"}[value]
     with pytest.raises(ValueError, match=f"{field} is {other!r}; {family} models always have {value!r}"):
-        checked(family, **{field: other})
+        DeltaLMConfig.tiny(family, **{field: other})
 
 
 @pytest.mark.parametrize(
@@ -211,15 +203,15 @@ def test_what_a_family_cannot_choose_is_refused(field, family, value):
     ],
     ids=str,
 )
-def test_sizes_that_contradict_one_another_are_refused(changes, message):
+def test_sizes_that_contradict_one_another_are_refused(as_for_users, changes, message):
     with pytest.raises(ValueError, match=message):
-        checked(**changes)
+        DeltaLMConfig.tiny(**changes)
 
 
 @pytest.mark.parametrize(("field", "value"), [("qk_activation", "gelu"), ("qk_norm", "l1"), ("qk_norm", None)])
-def test_options_of_delta_net_that_are_none_are_refused(field, value):
+def test_options_of_delta_net_that_are_none_are_refused(as_for_users, field, value):
     with pytest.raises(ValueError, match=f"{field} is {value!r}; expected one of"):
-        checked("delta_net", **{field: value})
+        DeltaLMConfig.tiny("delta_net", **{field: value})
 
 
 def test_derived_sizes():
