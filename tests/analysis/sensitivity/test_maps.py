@@ -18,7 +18,7 @@ from jaxdelta.analysis.sensitivity.maps import (
 )
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, expected_and_sampled
 from jaxdelta.nn.head import log_normalizer
-from jaxdelta.ops.directions import gates
+from jaxdelta.ops.directions import gate_derivatives
 from jaxdelta.runs.interventions import Truncate, Zero
 from tests import plain
 from tests.helpers import matrices_of_spectrum, orthonormal_columns
@@ -202,7 +202,7 @@ def test_a_block_of_equal_singular_values_has_one_sum_in_every_basis(shape, spec
     (K, V), sigma = shape, np.array(spectrum)
     U, W = orthonormal_columns(3, (K, 5)), orthonormal_columns(4, (V, 5))
     S, G = (U * sigma) @ W.T, np.random.default_rng(6).standard_normal((2, K, V))
-    found_sigma, found = gates(jnp.asarray(S), jnp.asarray(G))
+    found_sigma, found = gate_derivatives(jnp.asarray(S), jnp.asarray(G))
     np.testing.assert_allclose(found_sigma, sigma, atol=1e-7)
 
     def by_hand(U: np.ndarray) -> np.ndarray:
@@ -228,7 +228,7 @@ def test_gates_are_of_the_directions_themselves():
         S = matrices_of_spectrum(1, [4.0, 2.0, 1.0, 0.5, 0.25], K, V, (3, 2))
         G = np.random.default_rng(2).standard_normal((2, *S.shape))
         U, sigma, W = np.linalg.svd(S, full_matrices=False)
-        found_sigma, found = gates(jnp.asarray(S), jnp.asarray(G))
+        found_sigma, found = gate_derivatives(jnp.asarray(S), jnp.asarray(G))
         np.testing.assert_allclose(found_sigma, sigma, rtol=1e-10)
         expected = np.einsum("...i,...ki,r...kv,...iv->r...i", sigma, U, G, W)
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
@@ -236,9 +236,9 @@ def test_gates_are_of_the_directions_themselves():
 
 def test_a_zero_state_has_no_gates():
     S, G = jnp.zeros((2, 5, 3)), jnp.ones((4, 2, 5, 3))
-    sigma, found = gates(S, G)
+    sigma, found = gate_derivatives(S, G)
     assert not sigma.any() and not found.any() and found.shape == (4, 2, 3)
-    assert not gates(S.astype(jnp.float32), G.astype(jnp.float32))[1].any()
+    assert not gate_derivatives(S.astype(jnp.float32), G.astype(jnp.float32))[1].any()
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 1e20])
@@ -246,8 +246,8 @@ def test_a_zero_state_has_no_gates():
 def test_a_state_scaled_up_whose_derivative_is_scaled_down_has_the_same_gates(scale, dtype):
     S = jnp.asarray(matrices_of_spectrum(1, [4.0, 2.0, 1.0], 5, 3, (2,)), dtype)
     G = jnp.asarray(np.random.default_rng(2).standard_normal((3, *S.shape)), dtype)
-    sigma, found = gates(S, G)
-    scaled_sigma, scaled = gates(S * dtype(scale), G / dtype(scale))
+    sigma, found = gate_derivatives(S, G)
+    scaled_sigma, scaled = gate_derivatives(S * dtype(scale), G / dtype(scale))
     tolerance = 1e-4 if dtype == jnp.float32 else 1e-10
     np.testing.assert_allclose(scaled, found, rtol=tolerance, atol=tolerance)
     if dtype == jnp.float64:  # the squares of 1e-20 and 1e20 are no f32
