@@ -21,6 +21,7 @@ COORDINATES = {
     "token": ("token of the document", "index"),
     "layer": ("layer of the model", "index"),
     "linear_layer": ("layer among the linear layers", "index"),
+    "key_dim": ("K of the layer", "1"),
     "head": ("value head", "index"),
     "direction": ("singular direction, the largest sigma first", "index"),
     "window": ("length of a window", "tokens"),

@@ -73,7 +73,6 @@ DESCRIPTIONS = {  # long name and units of each variable
     "pairs": ("pairs of successive windows that have such subspaces", "pairs"),
     "pairs_apart": ("pairs of other windows that have such subspaces", "pairs"),
     "angles": ("principal angles of successive windows in the bin", "angles"),
-    "key_dim": ("size of keys", "directions"),
     "step": ("Householder step of a token", "index"),
     "active": ("active direction of a transition", "index"),
 }
