@@ -23,7 +23,7 @@ from jaxdelta.nn.sizes import LinearSizes
 from jaxdelta.ops.norms import gated_rms_norm, l2norm, rms_norm
 
 ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "elu": lambda x: jax.nn.elu(x) + 1, "identity": lambda x: x}
-ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 class GatedDeltaProduct(LinearMixer):
@@ -93,4 +93,4 @@ class GatedDeltaProduct(LinearMixer):
         if c.output_gate is None:
             return rms_norm(o, self.norm[...], eps=c.norm_eps, offset=0.0).astype(x.dtype)
         z = linear(x, self.z[...]).reshape(o.shape)
-        return gated_rms_norm(o, self.norm[...], z, eps=c.norm_eps, activation=ACTIVATIONS[c.output_gate])
+        return gated_rms_norm(o, self.norm[...], z, eps=c.norm_eps, activation=GATES[c.output_gate])
