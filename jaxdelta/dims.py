@@ -48,6 +48,11 @@ def accumulation_dtype(*arrays: AnyArray | DTypeLike) -> jnp.dtype:
         return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
+def precision_of(x: AnyArray) -> jax.lax.Precision | None:
+    """Of products with ``x``: f32 operands multiply in f32 and not in TF32; bf16 ones as they are, summed in f32."""
+    return HIGHEST if x.dtype != jnp.bfloat16 else None
+
+
 def is_traced(x) -> bool:
     """Whether the value of ``x`` is unknown because a transformation such as jit is tracing it."""
     return isinstance(x, jax.core.Tracer)
@@ -137,6 +142,6 @@ def linear(x: Float[Array, "*batch D"], weight: Float[Array, "F D"], *, dtype=No
         x.reshape(-1, x.shape[-1]),
         weight,
         preferred_element_type=wide,
-        precision=HIGHEST if x.dtype != jnp.bfloat16 else None,
+        precision=precision_of(x),
     )
     return y.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)

@@ -295,3 +295,10 @@ def _ids(value: Any, where: str) -> np.ndarray:
                 f'{where}: "ids" has {str(i)[:40]} at index {index}; expected whole numbers of at least 0, below 2^31'
             )
     return np.array(value, np.int32)
+
+
+def in_rows(arrays: Sequence[np.ndarray], length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Arrays of several lengths as rows [B, N], zero after their ends, and their lengths; N is the longest where None."""
+    lengths = np.array([len(x) for x in arrays])
+    size = lengths.max() if length is None else length
+    return np.stack([np.pad(x, (0, size - len(x))) for x in arrays]), lengths

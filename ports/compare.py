@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:  # a reference's process needs no JAX
-    from jaxdelta.models.decoder import Carry
+    from jaxdelta.models.carry import Carry
 
 Layers = Sequence[Sequence[np.ndarray]]  # two arrays a layer, named in ARRAYS
 ARRAYS = {"linear": ("S", "tail"), "attention": ("keys", "values")}

@@ -124,7 +124,7 @@ def jaxdelta_side(work: Path, say: Say) -> None:
     """Run this library on the same tokens, compare, and write ``comparison.json``; removes the reference's arrays."""
     import jaxdelta as jd
     from jaxdelta.cli.backend import check_backend
-    from jaxdelta.results.folder import commit
+    from jaxdelta.results.folder import PACKAGES, commit
 
     check_backend()
     job, tokens, clock = Job.read(work), np.load(work / "tokens.npy"), Clock()
@@ -133,7 +133,7 @@ def jaxdelta_side(work: Path, say: Say) -> None:
     load_s = clock.lap()
     found = _compare(model, job, tokens, work, say)
     about = {
-        "packages": _versions("jaxdelta", "jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors"),
+        "packages": _versions(*PACKAGES),
         "device": _device(),
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "commit": commit(),

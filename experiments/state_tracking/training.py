@@ -18,7 +18,7 @@ from flax import nnx
 
 from experiments.state_tracking.cells import Cell, Recipe, config_of
 from jaxdelta.groups import group_of
-from jaxdelta.implementation import implementation_here
+from jaxdelta.implementation import Implementation, implementation_here
 from jaxdelta.models import build
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.models.delta_lm import DeltaLM
@@ -113,7 +113,9 @@ def load_parameters(file: Path, cell: Cell, recipe: Recipe):
 
 
 def _round(cell: Cell, recipe: Recipe, config: DeltaLMConfig, seeds, progress: Progress) -> Progress:
-    trainee, losses = _steps(config, recipe, progress.trainee, *_training_words(cell, recipe, seeds, progress.rounds))
+    trainee, losses = _steps(
+        config, implementation_here(), recipe, progress.trainee, *_training_words(cell, recipe, seeds, progress.rounds)
+    )
     rounds = progress.rounds + 1
     if not np.isfinite(losses).all():
         raise FloatingPointError(f"{cell}: losses {np.asarray(losses)[-1]} after {rounds * recipe.every} steps")
@@ -151,13 +153,13 @@ def _training_words(cell: Cell, recipe: Recipe, seeds, round_: int) -> Words:
     return Words(*(x.reshape(recipe.every, recipe.batch, len(seeds), -1).swapaxes(1, 2) for x in apart))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _steps(config: DeltaLMConfig, recipe: Recipe, trainee: Trainee, tokens, targets):
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _steps(config: DeltaLMConfig, implementation: Implementation, recipe: Recipe, trainee: Trainee, tokens, targets):
     """A step for each leading entry of the words [steps, seeds, batch, T]; the trainee and the losses [steps, seeds]."""
     optimizer = _optimizer(recipe)
 
     def step(trainee: Trainee, words):
-        loss, grads = jax.value_and_grad(partial(_loss, config))(trainee.params, *words)
+        loss, grads = jax.value_and_grad(partial(_loss, config, implementation))(trainee.params, *words)
         updates, state = optimizer.update(grads, trainee.optimizer, trainee.params)
         params = optax.apply_updates(trainee.params, updates)
         average = optax.incremental_update(params, trainee.average, 1 - recipe.average)
@@ -166,24 +168,24 @@ def _steps(config: DeltaLMConfig, recipe: Recipe, trainee: Trainee, tokens, targ
     return jax.lax.scan(jax.vmap(step), trainee, (tokens, targets))
 
 
-def _logits(config: DeltaLMConfig, params, tokens):
-    model = rebuilt(config, implementation_here(), params)
+def _logits(config: DeltaLMConfig, implementation: Implementation, params, tokens):
+    model = rebuilt(config, implementation, params)
     return model.logits(model(tokens, model.init_carry(*tokens.shape)).hidden)
 
 
-def _loss(config: DeltaLMConfig, params, tokens, targets):
-    return optax.softmax_cross_entropy_with_integer_labels(_logits(config, params, tokens), targets).mean()
+def _loss(config: DeltaLMConfig, implementation: Implementation, params, tokens, targets):
+    return optax.softmax_cross_entropy_with_integer_labels(_logits(config, implementation, params, tokens), targets).mean()
 
 
 def _right(cell: Cell, recipe: Recipe, params, stream: int, count: int) -> np.ndarray:
     """Of each seed, on the same words of the long length, whether each product is right, [seeds, count, T]."""
     tokens, targets = words(group_of(cell.group), count=count, length=recipe.long_length, seed=(stream,))
-    return np.asarray(_named(config_of(cell, recipe), params, tokens)) == targets
+    return np.asarray(_named(config_of(cell, recipe), implementation_here(), params, tokens)) == targets
 
 
-@partial(jax.jit, static_argnums=0)
-def _named(config: DeltaLMConfig, params, tokens):
-    return jax.vmap(lambda p: jnp.argmax(_logits(config, p, tokens), axis=-1))(params)
+@partial(jax.jit, static_argnums=(0, 1))
+def _named(config: DeltaLMConfig, implementation: Implementation, params, tokens):
+    return jax.vmap(lambda p: jnp.argmax(_logits(config, implementation, p, tokens), axis=-1))(params)
 
 
 def _faultless(right: np.ndarray, recipe: Recipe) -> np.ndarray:

@@ -19,7 +19,7 @@ from jaxdelta.models.decoder import Decoder
 from jaxdelta.results.documents import Documents, Item, as_documents, of_document, opened, rows_of
 from jaxdelta.runs import capacity
 from jaxdelta.runs.interventions import Intervention, check_intervention, described, started
-from jaxdelta.runs.segments import NonFiniteError, num_boundaries, run
+from jaxdelta.runs.segments import in_document, num_boundaries, run
 
 UNTOUCHED = "untouched"
 LOSSES = (
@@ -109,12 +109,10 @@ def compare(
 
     def work(values: list[tuple[Document, str, Intervention | None]], progress) -> list[pa.Table]:
         ((document, label, one),) = values
-        try:
+        with in_document(f"{document.name}, {label}"):
             losses = run(
                 model, document.tokens[None], segment=segment, intervention=one, max_length=length, progress=progress
             ).losses[0]
-        except NonFiniteError as error:
-            raise NonFiniteError(f"document {document.name}, {label}: {error}", error.row) from None
         row = {"document": document.name, "intervention": label} | of_losses(document, losses, segment, copy_gap)
         return [pa.Table.from_pylist([row], schema=SCHEMA)]
 

@@ -21,6 +21,7 @@ COORDINATES = {
     "token": ("token of the document", "index"),
     "layer": ("layer of the model", "index"),
     "linear_layer": ("layer among the linear layers", "index"),
+    "step": ("Householder step of a token", "index"),
     "key_dim": ("K of the layer", "1"),
     "head": ("value head", "index"),
     "direction": ("singular direction, the largest sigma first", "index"),

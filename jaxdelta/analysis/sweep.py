@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from jaxdelta.analysis.compare import LOSSES, Difference, checked_sizes, differences, of_losses, padded_length, uncut
+from jaxdelta.analysis.compare import LOSSES, Difference, checked_sizes, differences, of_losses, padded_length
 from jaxdelta.arguments import whole_number, whole_numbers
-from jaxdelta.documents import Document
+from jaxdelta.documents import Document, in_rows
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.low_rank import Method, largest_rank
@@ -23,8 +23,6 @@ from jaxdelta.results.documents import Documents, Item, as_documents, of_documen
 from jaxdelta.runs import capacity
 from jaxdelta.runs.interventions import Truncate
 from jaxdelta.runs.segments import NonFiniteError, run
-
-__all__ = ["Scope", "World", "make_worlds", "rank_array", "summarize", "sweep", "uncut"]
 
 Scope = Literal["all", "layer", "head"]
 SCHEMA = pa.schema([("document", pa.string()), ("rank", pa.int32()), ("layer", pa.int32()), ("head", pa.int32()), *LOSSES])
@@ -185,10 +183,7 @@ def _losses(
     model: Decoder, rows: list[tuple[Document, World]], cut: Truncate, *, segment: int, max_length: int, progress
 ) -> np.ndarray:
     """Losses [rows, max_length - 1]."""
-    lengths = np.array([len(document.tokens) for document, _ in rows])
-    tokens = np.zeros((len(rows), max_length), np.int32)
-    for row, (document, _) in zip(tokens, rows, strict=True):
-        row[: len(document.tokens)] = document.tokens
+    tokens, lengths = in_rows([document.tokens for document, _ in rows], max_length)
     sizes = dict(segment=segment, lengths=lengths, max_length=max_length)
     try:
         return run(model, tokens, intervention=cut, progress=progress, **sizes).losses

@@ -63,7 +63,10 @@ def _run(arguments: argparse.Namespace) -> None:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        _fail(f"the device ran out of memory; take a smaller --batch and another --out ({str(error).splitlines()[0]})")
+        _fail(
+            "the device ran out of memory; take shorter documents or segments (of a sweep, a smaller --batch) and another "
+            f"--out ({str(error).splitlines()[0]})"
+        )
     except KeyboardInterrupt:
         print("interrupted; the same command continues with what is missing", file=sys.stderr)
         sys.stderr.flush()

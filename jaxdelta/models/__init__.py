@@ -2,9 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from jaxdelta.models.config import DecoderConfig, DeltaLMConfig, Qwen3_5Config
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.models.delta_lm import DeltaLM
@@ -13,6 +10,6 @@ from jaxdelta.models.qwen3_5 import Qwen3_5
 MODELS: dict[type[DecoderConfig], type[Decoder]] = {Qwen3_5Config: Qwen3_5, DeltaLMConfig: DeltaLM}
 
 
-def build(config: DecoderConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None) -> Decoder:
-    """A fresh model of ``config``."""
-    return MODELS[type(config)](config, dtype=dtype, rngs=rngs)
+def build(config: DecoderConfig, **options: Any) -> Decoder:
+    """A fresh model of ``config``; options as of :class:`~jaxdelta.models.decoder.Decoder`."""
+    return MODELS[type(config)](config, **options)

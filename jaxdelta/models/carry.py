@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxdelta.arguments import shown
-from jaxdelta.dims import AnyArray, stacked_alike
+from jaxdelta.dims import AnyArray, State, stacked_alike
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.nn.attention import AttentionCarry
 from jaxdelta.nn.mixer import LinearCarry
@@ -49,6 +49,11 @@ class Recurrent(NamedTuple):
 
 Caches = tuple[AttentionCarry, ...]
 States = Float[AnyArray, "B _ _ _"]  # [B, H, K, V] of one layer among others, whose sizes may be other ones
+
+
+def state_of(layer: LinearCarry | AttentionCarry) -> State | None:
+    """S of a layer's carry; None where it has none."""
+    return layer.S if isinstance(layer, LinearCarry) else None
 
 
 def states(carry: Carry) -> list[States]:

@@ -19,19 +19,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxdelta.arguments import shown
 from jaxdelta.dims import Tokens, accumulation_dtype, linear
 from jaxdelta.implementation import Implementation, implementation_here
-from jaxdelta.models.carry import Carry, room
+from jaxdelta.models.carry import Carry, room, state_of
 from jaxdelta.models.config import DecoderConfig
-from jaxdelta.nn.mixer import LinearCarry, Span
+from jaxdelta.nn.mixer import Span, untouched
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.ops.norms import rms_norm
 
 # Called with the name of an array, the model's layer, and the array; what it returns takes the array's place.
 Tap: TypeAlias = Callable[[str, int, Array], Array]
-
-
-def untouched(name: str, layer: int, x: Array) -> Array:
-    """The tap that neither keeps nor changes an array."""
-    return x
 
 
 class Output(NamedTuple):
@@ -105,12 +100,19 @@ class Decoder(nnx.Module):
 
     NORM_OFFSET: ClassVar[float]
 
-    def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+        implementation: Implementation | None = None,
+    ):
         rngs = rngs or nnx.Rngs(0)
         self.config = config
         self.tokenizer: Any = nnx.static(None)
         self.origin: Any = nnx.static(None)
-        self.implementation: Implementation = nnx.static(implementation_here())
+        self.implementation: Implementation = nnx.static(implementation or implementation_here())
         self.embed = normal(rngs, (config.vocab_size, config.width), dtype)
         self.layers = nnx.List(
             DecoderLayer(config, self.mixer(i, dtype=dtype, rngs=rngs), self.NORM_OFFSET, dtype=dtype, rngs=rngs)
@@ -153,7 +155,8 @@ class Decoder(nnx.Module):
         finite, layers = [_finite(x)], []
         for i, (layer, layer_carry) in enumerate(zip(self.layers, carry.layers, strict=True)):
             x, layer_carry = layer(x, layer_carry, span._replace(tap=lambda name, x, i=i: tap(name, i, x)))
-            finite.append(_finite(x) & (_finite(layer_carry.S) if isinstance(layer_carry, LinearCarry) else True))
+            S = state_of(layer_carry)
+            finite.append(_finite(x) & (True if S is None else _finite(S)))
             layers.append(layer_carry)
         hidden = rms_norm(x, self.final_norm[...], eps=self.config.norm_eps, offset=self.NORM_OFFSET)
         position = carry.position + (T if length is None else length)

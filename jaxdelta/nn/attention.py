@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxdelta.dims import HIGHEST, accumulation_dtype, along_last, linear
+from jaxdelta.dims import accumulation_dtype, along_last, linear, precision_of
 from jaxdelta.nn.mixer import Span
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.nn.sizes import AttentionSizes
@@ -180,7 +180,7 @@ def _attend_block(q: Array, keys: Array, values: Array, positions: Array, window
     T, r, d = q.shape
     M = len(keys)
     wide = accumulation_dtype(q)
-    product = partial(jnp.matmul, preferred_element_type=wide, precision=HIGHEST if q.dtype != jnp.bfloat16 else None)
+    product = partial(jnp.matmul, preferred_element_type=wide, precision=precision_of(q))
     scores = product(q.reshape(T * r, d), keys.T) * d**-0.5
     # Padding may lie beyond the cache, where a window would hold nothing, and a softmax of nothing is NaN.
     age = jnp.minimum(positions, M - 1)[:, None] - jnp.arange(M)[None]

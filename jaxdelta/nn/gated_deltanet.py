@@ -45,7 +45,7 @@ class GatedDeltaNet(LinearMixer):
         """q | k | v before the convolution."""
         return linear(x, self.in_qkv[...])
 
-    def taps(self) -> Float[Array, "E W"]:
+    def filters(self) -> Float[Array, "E W"]:
         """Filters of the convolution."""
         return self.conv[...]
 

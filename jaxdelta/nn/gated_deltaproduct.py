@@ -52,7 +52,7 @@ class GatedDeltaProduct(LinearMixer):
         """q | k | v before the convolution."""
         return jnp.concatenate([linear(x, w[...]) for w in (self.q, self.k, self.v)], axis=-1)
 
-    def taps(self) -> Float[Array, "E W"]:
+    def filters(self) -> Float[Array, "E W"]:
         """Filters of the convolution; the identity where there is none."""
         if self.sizes.conv_width == 1:
             return jnp.ones((self.sizes.conv_channels, 1), self.q[...].dtype)

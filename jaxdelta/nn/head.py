@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import HIGHEST, Tokens, accumulation_dtype, linear
+from jaxdelta.dims import Tokens, accumulation_dtype, linear, precision_of
 
 Weight: TypeAlias = Float[Array, "Y D"]
 LOGITS_AT_ONCE = 2**26  # entries of the largest block of logits, 256 MiB in f32
@@ -26,7 +26,7 @@ def token_losses(weight: Weight, hidden: Float[Array, "B T D"], targets: Tokens)
 
 def chosen_logits(weight: Weight, hidden: Float[Array, "B T D"], words: Tokens) -> Float[Array, "B T"]:
     """The logit of one word at each token."""
-    precision = HIGHEST if hidden.dtype != jnp.bfloat16 else None
+    precision = precision_of(hidden)
     wide = accumulation_dtype(hidden)
     return jnp.einsum("btd,btd->bt", hidden, weight[words], preferred_element_type=wide, precision=precision)
 

@@ -3,11 +3,11 @@
     q | k | v = heads(short_conv(project(x)));   beta, g = gates(x)
     o, S = rule(q, k, v, g, beta);   y = W_out normed(o, x)
 
-A linear layer supplies ``project``, ``taps``, ``heads``, ``gates``, ``normed`` and ``out``; it writes n_h times a token.
+A linear layer supplies ``project``, ``filters``, ``heads``, ``gates``, ``normed`` and ``out``; it writes n_h times a token.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,9 +20,9 @@ from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_
 from jaxdelta.ops.short_conv import short_conv
 
 
-def untouched(name: str, x: Array) -> Array:
-    """The tap that neither keeps nor changes an array."""
-    return x
+def untouched(*shown: Any) -> Array:
+    """The tap that neither keeps nor changes the array, which it is shown last."""
+    return shown[-1]
 
 
 class Span(NamedTuple):
@@ -94,7 +94,7 @@ class LinearMixer(nnx.Module):
         tap, text, n = span.tap, span.is_text, self.sizes.num_householder
         if text is not None:
             x = jnp.where(text[..., None], x, 0)
-        qkv, tail = short_conv(self.project(x), self.taps(), tail=carry.tail, length=span.length)
+        qkv, tail = short_conv(self.project(x), self.filters(), tail=carry.tail, length=span.length)
         q, k, v = (tap(name, a) for name, a in zip("qkv", self.heads(qkv), strict=True))
         beta, g = (tap(name, a) for name, a in zip(("beta", "g"), self.gates(x), strict=True))
         if text is not None:

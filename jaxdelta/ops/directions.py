@@ -26,7 +26,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Shaped
 
-from jaxdelta.dims import AnyArray, Matrices, accumulation_dtype, along_last, matmul
+from jaxdelta.dims import AnyArray, Matrices, along_last, as_matrices, matmul
 
 FAINT = 1e-3  # of sigma_1; from here down a second Gram matrix holds what the first one lost
 FAINTEST = 5e-7  # of sigma_1; what lies below may stay mixed
@@ -53,7 +53,7 @@ def directions(S: Matrices) -> Directions:
 
     Inside a block of equal singular values the vectors are some orthonormal basis of the block.
     """
-    return _directions(_wide(S))
+    return _directions(as_matrices(S))
 
 
 def scaled(S: Matrices, factors: Shaped[AnyArray, "..."]) -> Matrices:
@@ -63,7 +63,7 @@ def scaled(S: Matrices, factors: Shaped[AnyArray, "..."]) -> Matrices:
 
         d scaled = sum_i (factor_i u_i u_i^T dS + d factor_i u_i sigma_i v_i^T)
     """
-    S = _wide(S)
+    S = as_matrices(S)
     factors = jnp.broadcast_to(jnp.asarray(factors, S.dtype), (*S.shape[:-2], min(S.shape[-2:])))
     U, exact = _scaled(S, factors)
     linear = matmul(U, factors[..., None] * matmul(jnp.swapaxes(U, -1, -2), S))
@@ -77,7 +77,7 @@ def gate_derivatives(
 
     gate_i = sigma_i u_i^T G v_i, for D = min(K, V) directions; constants under differentiation.
     """
-    S = _wide(S)
+    S = as_matrices(S)
     sigma, found = _gate_derivatives(S, jnp.moveaxis(jnp.asarray(G, S.dtype), 0, -3))
     return sigma, jnp.moveaxis(found, -2, 0)
 
@@ -88,11 +88,6 @@ def below_rounding(sigma: Float[AnyArray, "*batch D"], size: int | Float[np.ndar
     ``size`` is max(K, V), or an array of them over trailing axes of ``sigma``.
     """
     return ~((sigma >= size * np.finfo(np.float32).eps * sigma[..., :1]) & (sigma > 0))
-
-
-def _wide(S: Matrices) -> Array:
-    S = jnp.asarray(S)
-    return S.astype(accumulation_dtype(S))
 
 
 def _in_f64(function: Callable) -> Callable:

@@ -40,11 +40,8 @@ import xarray as xr
 from jaxdelta.json_text import parse
 
 PACKAGES = ("jaxdelta", "jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
-# Temporary names of this library, and without a host those of its earlier versions; nobody else's.
-PARTIAL = re.compile(
-    r"(?:[a-z_]+|\d{4,}|\d{4,}-\d{4,})\.[a-z]+\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)-\d+\.partial"
-    r"|(?:manifest\.json|rows\.parquet|rows\.csv|\d{4,}\.(?:parquet|zarr))\.(?P<old_pid>\d+)\.partial"
-)
+# Temporary names of this library, and nobody else's.
+PARTIAL = re.compile(r"(?:[a-z_]+|\d{4,}|\d{4,}-\d{4,})\.[a-z]+\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)-\d+\.partial")
 _numbers = itertools.count()
 FOLDERS = ("parts", "plans")
 ITEM = "item of the part"  # a column beside those of the rows
@@ -160,7 +157,7 @@ class Results:
         for folder in (self.folder, *(self.folder / name for name in FOLDERS)):
             for file in folder.iterdir():
                 named = PARTIAL.fullmatch(file.name)
-                if named and named["host"] in (None, host()) and not _is_alive(int(named["pid"] or named["old_pid"])):
+                if named and named["host"] == host() and not _is_alive(int(named["pid"])):
                     _remove(file)
 
     def _plan_file(self, number: int) -> Path:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxdelta.implementation import FOR_GPU
 from jaxdelta.models import build
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.nn.attention import QUERY_BLOCK
@@ -49,7 +50,7 @@ def run_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: i
     """
     if segment < 1 or max_length < 1:
         raise ValueError(f"segment = {segment} and max_length = {max_length}; expected at least 1 token each")
-    model = nnx.eval_shape(lambda: build(config, dtype=jnp.dtype(dtype)))
+    model = nnx.eval_shape(lambda: build(config, dtype=jnp.dtype(dtype), implementation=FOR_GPU))  # no device is asked
     carry = jax.eval_shape(lambda: model.init_carry(1, max_length))
     c, size = config, jnp.dtype(dtype).itemsize
     mlp = segment * (3 * c.mlp_width + 2 * c.width) * size
@@ -80,7 +81,7 @@ def _mixer_and_tape(sizes: LinearSizes, size: int) -> int:
     return size * (3 * E + 6 * H * V) + 4 * (2 * E + 6 * H * (K + V) + 8 * H * C + H * K * V // 16)
 
 
-def reverse_fits(config: DecoderConfig, *, dtype: str, segment: int, max_length: int, cotangents: int) -> bool:
+def reverse_on_host(config: DecoderConfig, *, dtype: str, segment: int, max_length: int, cotangents: int) -> bool:
     """Whether reverse mode over one text must keep its boundaries' states in the host's memory to fit the device.
 
     Raises:

@@ -162,11 +162,11 @@ def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> tuple[Text, 
     The finished cache serves every world: what lies beyond a segment is masked, and worlds write their own places anew.
 
     Raises:
-        ValueError: the tape holds several texts, or an intervention, whose memory at that boundary is one world's.
+        ValueError: the tape holds several texts, edits, or an intervention, whose memory at that boundary is one world's.
     """
     text = tape.text
-    if len(text.lengths) != 1 or tape.intervention is not None:
-        raise ValueError("worlds branch off from one text without an intervention")
+    if len(text.lengths) != 1 or tape.intervention is not None or tape.edits:
+        raise ValueError("worlds branch off from one text without an intervention and without edits")
     worlds, at, begin = S.shape[1], tape.starts[index].recurrent, index * text.segment
 
     def repeated(x):

@@ -1,4 +1,5 @@
-"""The loop: the only way in which an analysis runs a model.
+"""The loop in which analyses run a model: :func:`iterate`, and under it :func:`advance`, the one segment function, which
+derivatives run too.
 
 A text is cut into segments of equal length. One compiled function takes a segment and the carry and gives what observers
 keep and the next carry; between two segments an intervention may change the carry. The last position of a segment predicts
@@ -6,6 +7,7 @@ the first token of the next, so N tokens give N - 1 losses, each once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -34,6 +36,15 @@ class NonFiniteError(ValueError):
     def __init__(self, message: str, row: int):
         super().__init__(message)
         self.row = row
+
+
+@contextmanager
+def in_document(name: str) -> Iterator[None]:
+    """Let a NonFiniteError from inside name the document, of a run of one."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"document {name}: {error}", 0) from None
 
 
 class Part(NamedTuple):
@@ -372,9 +383,7 @@ def _stack(records: list) -> Any:
 @lru_cache
 def _graphdef(config: DecoderConfig, implementation: Implementation) -> nnx.GraphDef:
     def made():
-        model = build(config)
-        model.implementation = implementation
-        return model
+        return build(config, implementation=implementation)
 
     return nnx.split(nnx.eval_shape(made))[0]
 

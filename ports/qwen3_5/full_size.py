@@ -105,7 +105,7 @@ def gradients_here(folder: Path, count: int) -> dict[str, np.ndarray]:
     from flax import nnx
 
     import jaxdelta as jd
-    from jaxdelta.runs.segments import token_losses
+    from jaxdelta.nn.head import token_losses
 
     graphdef, params = nnx.split(jd.load(folder))
     text = tokens(count)
@@ -113,7 +113,7 @@ def gradients_here(folder: Path, count: int) -> dict[str, np.ndarray]:
     def loss(params):
         model = nnx.merge(graphdef, params)
         hidden = model(text, model.init_carry(*text.shape)).hidden
-        return token_losses(model, hidden[:, :-1], text[:, 1:]).mean()
+        return token_losses(model.head_weight, hidden[:, :-1], text[:, 1:]).mean()
 
     value, grads = jax.jit(jax.value_and_grad(loss))(params)
     leaves = dict(nnx.to_flat_state(grads))

@@ -64,3 +64,15 @@ def test_cuda_without_its_plugin_is_told_though_jax_says_nothing(monkeypatch):
 
 def test_a_backend_that_is_there_is_no_matter():
     check_backend()
+
+
+def test_what_needs_no_device_asks_for_none(tmp_path):
+    found = subprocess.run(
+        [sys.executable, "-c", "from jaxdelta.cli import main; main()", "info", "control"],
+        env=os.environ | {"JAX_PLATFORMS": "tpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "parameters" in found.stdout

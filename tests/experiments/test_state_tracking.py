@@ -19,6 +19,7 @@ from experiments.state_tracking import instruments, report, training
 from experiments.state_tracking.cells import Cell, Recipe, config_of, grid
 from experiments.state_tracking.run import run
 from jaxdelta.groups import group_of
+from jaxdelta.implementation import FOR_CPU
 from jaxdelta.results.folder import ResultsError
 from jaxdelta.tasks.state_tracking import solution
 from ports.compare import relative_error
@@ -364,7 +365,7 @@ def test_parameters_of_a_seed_are_its_own(finished):
     """The model of a place has the parameters of that place, and names what these name among those of all seeds."""
     params = training.load_parameters(finished[0] / "parameters" / "0001.npz", CELLS[PARITY], RECIPE)
     config, tokens = config_of(CELLS[PARITY], RECIPE), np.array([[1, 1, 0, 1, 0, 0, 1]])
-    together = jax.vmap(lambda p: training._logits(config, p, tokens))(params)
+    together = jax.vmap(lambda p: training._logits(config, FOR_CPU, p, tokens))(params)
     for place in range(len(SEEDS)):
         model = training.model_of(CELLS[PARITY], RECIPE, params, place)
         assert jnp.array_equal(model.embed[...], params["embed"][...][place])

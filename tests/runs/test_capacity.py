@@ -14,7 +14,7 @@ from jaxdelta.models.carry import split
 from jaxdelta.models.config import DeltaLMConfig, Qwen3_5Config
 from jaxdelta.nn import head
 from jaxdelta.runs import capacity, reverse, segments
-from jaxdelta.runs.capacity import RunMemory, gib, reverse_fits, reverse_memory, rows_that_fit, run_memory
+from jaxdelta.runs.capacity import RunMemory, gib, reverse_memory, reverse_on_host, rows_that_fit, run_memory
 from tests.tiny import CONFIG, fresh_model
 
 QWEN3_5_0_8B = Qwen3_5Config.size_0_8b()
@@ -180,7 +180,7 @@ def reverse_needs(*, segment=256, max_length=4096, cotangents=9):
 
 
 def fits():
-    return reverse_fits(DEEP, dtype="float32", segment=256, max_length=4096, cotangents=9)
+    return reverse_on_host(DEEP, dtype="float32", segment=256, max_length=4096, cotangents=9)
 
 
 def test_boundaries_go_to_the_host_where_an_accelerator_cannot_hold_them(monkeypatch):

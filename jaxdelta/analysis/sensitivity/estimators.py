@@ -36,6 +36,8 @@ def gauss_newton(
     One forward-mode pass over the rest of the text a direction, all at once. ``scored`` is Bool[N - 1].
     """
     params, segment = nnx.state(model), tape.text.segment
+    if tape.intervention is not None or tape.edits:
+        raise ValueError("tangents are pushed through a text without an intervention and without edits")
     program = Program(model.config, model.implementation, (HiddenStates(),), ())
     begin, S = tape.segment_at(boundary), tape.states_at(boundary)
     tails = tape.starts[begin].recurrent.tails

@@ -36,16 +36,16 @@ from jaxdelta.analysis.labels import head_coordinates, labelled, without_padding
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, Loss, OfHidden, OfLogits, has_fisher, objective_of
 from jaxdelta.arguments import shown, whole_number
 from jaxdelta.dims import HIGHEST
-from jaxdelta.documents import Document
+from jaxdelta.documents import Document, in_rows
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder, check_model
 from jaxdelta.ops.directions import below_rounding, gate_derivatives
 from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
-from jaxdelta.runs.capacity import reverse_fits
+from jaxdelta.runs.capacity import reverse_on_host
 from jaxdelta.runs.interventions import Intervention, check_intervention, described, started
 from jaxdelta.runs.observers import Edit
 from jaxdelta.runs.reverse import Pulled, Tape, pull_back, record
-from jaxdelta.runs.segments import NonFiniteError, check_tokens, num_boundaries, text_of
+from jaxdelta.runs.segments import check_tokens, in_document, num_boundaries, text_of
 
 GAUGE = (
     "gates of single directions inside a block of equal singular values depend on the basis; use tail_gate, tail_fisher. "
@@ -105,11 +105,9 @@ def sensitivity(
         NonFiniteError: a NaN or an infinity, with its layer, head and boundary.
     """
     documents, without = checked(model, documents, segment, scored)
-    names, lengths = [d.name for d in documents], np.array([len(d.tokens) for d in documents])
-    tokens = np.zeros((len(documents), lengths.max()), np.int32)
-    counts = np.zeros((len(documents), lengths.max() - 1), bool)
-    for row, d in enumerate(documents):
-        tokens[row, : len(d.tokens)], counts[row, : len(d.tokens) - 1] = d.tokens, d.mask
+    names = [d.name for d in documents]
+    tokens, lengths = in_rows([d.tokens for d in documents])
+    counts, _ = in_rows([d.mask for d in documents])
     _check_options(loss, samples, intervention, frozen_basis)
     seed, max_length = whole_number("seed", seed), None if max_length is None else whole_number("max_length", max_length)
     if not 0 <= seed < 2**64:
@@ -168,7 +166,7 @@ def sensitivity_maps(
     length = padded_length(documents, segment)
     if intervention is not None:
         started(intervention, model.init_carry(1, 1), range(segment, length, segment))
-    on_host = reverse_fits(
+    on_host = reverse_on_host(
         model.config,
         dtype=model.dtype.name,
         segment=segment,
@@ -181,19 +179,9 @@ def sensitivity_maps(
 
     def work(values: list[Document], progress) -> list[xr.Dataset]:
         (document,) = values
-        try:
-            found = sensitivity(
-                model,
-                [document],
-                intervention=intervention,
-                max_length=length,
-                on_host=on_host,
-                progress=progress,
-                **options,
-            )
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{document.name}: {error}", 0) from None
-        return [found]
+        memory = dict(max_length=length, on_host=on_host)
+        with in_document(document.name):
+            return [sensitivity(model, [document], intervention=intervention, progress=progress, **memory, **options)]
 
     items = [Item(of_document(d), d, 2 * -(-len(d.tokens) // segment)) for d in documents]
     whole = joined_documents(worked(items, work, results=results, progress=progress))
@@ -371,7 +359,6 @@ def _words(unit: str) -> dict[str, tuple[str, str]]:
         "g_sensitivity": ("derivative of the objective with respect to a log-decay", unit),
         "without_gap": ("states whose truncation has no gap, and no exact derivative", "states"),
         "sample": ("label drawn by the model", "index"),
-        "step": ("Householder step of a token", "index"),
     }
     for name, stem, subject in (
         ("gate", "", "a singular direction of a carried state"),

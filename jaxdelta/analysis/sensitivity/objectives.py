@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxdelta.dims import HIGHEST
+from jaxdelta.dims import precision_of
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.nn.head import chosen_logits, log_normalizer, over_words
 from jaxdelta.runs.reverse import Objective, Tape
@@ -183,7 +183,7 @@ def expected_and_sampled(
     rows, log_total = hidden.reshape(B * T, D), normalizer.reshape(B * T, 1)
     levels = uniforms.reshape(-1, B * T, 1)
     wide = log_total.dtype
-    precision = HIGHEST if hidden.dtype != jnp.bfloat16 else None
+    precision = precision_of(hidden)
 
     def add(sums, words):
         mean, below, passed = sums

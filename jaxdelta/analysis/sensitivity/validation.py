@@ -1,6 +1,6 @@
 """How far an estimate of a removal's effect can be trusted: predicted against measured, on the same tokens.
 
-EffectComparison are averaged over documents, unit by unit (a direction, a head, a layer), and compared across units:
+Effects are averaged over documents, unit by unit (a direction, a head, a layer), and compared across units:
 
     spearman, pearson     correlations of predicted and measured effects
     precision             share of the k units that matter most which are among the k predicted to
@@ -39,7 +39,7 @@ from jaxdelta.documents import Document
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.results.documents import Documents, Item, of_document, opened, rows_of
 from jaxdelta.runs.reverse import Tape, pull_back, record
-from jaxdelta.runs.segments import text_of
+from jaxdelta.runs.segments import in_document, text_of
 
 SUBJECTS = {
     "direction": "one direction of one state",
@@ -185,11 +185,12 @@ def removals(
             document = parts[0][0]
             tape = record(model, text_of(model, document.tokens[None], segment=segment))
             own = maps.isel(document=rows[document.name])
-            for _, of_directions in parts:
-                if of_directions:
-                    found.append(_of_directions(model, document, tape, own, chosen, worlds=worlds, **options))
-                else:
-                    found.append(_of_heads(model, document, tape, own, worlds=worlds))
+            with in_document(document.name):
+                for _, of_directions in parts:
+                    if of_directions:
+                        found.append(_of_directions(model, document, tape, own, chosen, worlds=worlds, **options))
+                    else:
+                        found.append(_of_heads(model, document, tape, own, worlds=worlds))
         return found
 
     return rows_of(items, work, results=results, at_once=2, progress=progress)

@@ -44,7 +44,7 @@ from jaxdelta.ops.householder import spectral_radius
 from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
 from jaxdelta.runs.capacity import rows_that_fit, run_memory
 from jaxdelta.runs.observers import Named
-from jaxdelta.runs.segments import NonFiniteError, Text, init_carry, iterate
+from jaxdelta.runs.segments import Text, in_document, init_carry, iterate
 
 WINDOWS = (1, 4, 16, 64, 256, 1024, 4096)
 TAKEN_WHOLE = 256  # transitions of a document, at least one for each head
@@ -73,7 +73,6 @@ DESCRIPTIONS = {  # long name and units of each variable
     "pairs": ("pairs of successive windows that have such subspaces", "pairs"),
     "pairs_apart": ("pairs of other windows that have such subspaces", "pairs"),
     "angles": ("principal angles of successive windows in the bin", "angles"),
-    "step": ("Householder step of a token", "index"),
     "active": ("active direction of a transition", "index"),
 }
 
@@ -128,10 +127,8 @@ def ledger_of(
 
     def work(values: list[Document], progress) -> list[xr.Dataset]:
         (document,) = values
-        try:
+        with in_document(document.name):
             return [_of_document(model, document, segment, windows, length, progress)]
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{document.name}: {error}", 0) from None
 
     items = [Item(of_document(d), d, -(-len(d.tokens) // segment)) for d in documents]
     whole = joined_documents(worked(items, work, results=results, progress=progress))
