@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import wraps
 
 import jax
 import numpy as np
@@ -358,6 +359,7 @@ def test_a_misuse_is_told_in_the_last_line(outcomes, name):
 def test_running_out_of_device_memory_is_told_in_a_line(monkeypatch, capsys, place):
     """XLA's own error, which is no MemoryError."""
 
+    @wraps(jd.sweep)  # whose defaults the options take
     def exhausted(*arguments, **keywords):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 624000000000 bytes.")
 
