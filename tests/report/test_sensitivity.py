@@ -42,12 +42,15 @@ def compared(documents=DOCUMENTS, samples=4):
     """A comparison of each kind, predicted with some noise."""
     rng = np.random.default_rng(1)
     found = []
-    for kind, units in (("direction", 30), ("head_output", L * H), ("head_state", L * H), ("layer_output", L)):
-        measured = rng.standard_normal((documents, units))
-        predicted = {"first order": measured + 0.5 * rng.standard_normal((documents, units))}
+    directions, heads = [(1, 0, i) for i in range(30)], [(layer, head) for layer in LAYERS for head in range(H)]
+    layers = [(layer,) for layer in LAYERS]
+    kinds = {"direction": directions, "head_output": heads, "head_state": heads, "layer_output": layers}
+    for kind, units in kinds.items():
+        measured = rng.standard_normal((documents, len(units)))
+        predicted = {"first order": measured + 0.5 * rng.standard_normal(measured.shape)}
         if samples:
-            predicted["first order + fisher / 2"] = measured + 0.1 * rng.standard_normal((documents, units))
-        found.append(EffectComparison(kind, [(i,) for i in range(units)], measured, predicted))
+            predicted["first order + fisher / 2"] = measured + 0.1 * rng.standard_normal(measured.shape)
+        found.append(EffectComparison(kind, units, measured, predicted))
     return found
 
 
