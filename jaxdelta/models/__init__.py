@@ -1,4 +1,4 @@
-"""The model families: a configuration names its model."""
+"""The model families, and the model of each configuration."""
 
 from typing import Any
 
@@ -14,5 +14,5 @@ MODELS: dict[type[DecoderConfig], type[Decoder]] = {Qwen3_5Config: Qwen3_5, Delt
 
 
 def build(config: DecoderConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None) -> Decoder:
-    """A fresh model of ``config``."""
+    """A model of ``config`` with fresh parameters; ``rngs`` None is seed 0."""
     return MODELS[type(config)](config, dtype=dtype, rngs=rngs)
