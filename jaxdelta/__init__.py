@@ -1,9 +1,9 @@
-"""Gated DeltaNet and DeltaProduct in JAX, with the analysis of their carried states. The contents page."""
+"""Gated DeltaNet and DeltaProduct in JAX, and the analysis of their carried states: all public names."""
 
 import os
 
-# XLA spreads a batch of factorizations over the cores; threads of OpenBLAS below it wait for one another, and on a busy
-# machine made small ones 250 times slower. OpenBLAS reads this when the first of them is compiled.
+# XLA already spreads a batch of factorizations over the cores. OpenBLAS threads below it wait for one another and made
+# small factorizations 250 times slower on a busy machine. OpenBLAS reads this when the first one is compiled.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 __version__ = "0.1.0"
@@ -84,7 +84,7 @@ __all__ = [  # noqa: RUF022
     "Swap",
     "Truncate",
     "Zero",
-    # arrays inside of a segment: changed, kept
+    # arrays inside a segment: changed, kept
     "Edit",
     "added",
     "added_at",

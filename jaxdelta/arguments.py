@@ -1,4 +1,4 @@
-"""Arguments that are no arrays: one of another kind is a TypeError that names it and says what is expected."""
+"""Checks of arguments other than arrays. A wrong type is a TypeError that names the argument and what is expected."""
 
 import operator
 from typing import Any
@@ -8,7 +8,7 @@ def whole_number(name: str, value: Any) -> int:
     """``value`` as an int.
 
     Raises:
-        TypeError: it is none, True and False among them.
+        TypeError: it is not a whole number; True and False are not.
     """
     try:
         if not isinstance(value, bool):
@@ -19,10 +19,10 @@ def whole_number(name: str, value: Any) -> int:
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:
-    """Several ints.
+    """``values`` as a list of ints.
 
     Raises:
-        TypeError: ``values`` is no sequence, or one of them is no whole number.
+        TypeError: ``values`` is not a sequence, or an entry is not a whole number.
     """
     try:
         found = None if isinstance(values, str | bytes) else list(values)
@@ -34,7 +34,7 @@ def whole_numbers(name: str, values: Any) -> list[int]:
 
 
 def shown(value: Any) -> str:
-    """A value as an error message shows it: arrays by dtype and shape, what is long by its kind."""
+    """``value`` for an error message: arrays by dtype and shape, long values by their type."""
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     if dtype is not None and shape:
         return f"{dtype}{list(shape)}"

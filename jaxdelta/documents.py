@@ -1,10 +1,10 @@
 """Documents: texts or token ids from files, and the held-out texts that ship with the library.
 
-What a file holds follows from its suffix, in any case. ``.jsonl``, ``.ndjson`` and ``.jsonlines`` are JSON lines, one
-document a line; ``.json`` is one document, an array of them, or JSON lines under that name. A document is a string, an
-object with a string ``text``, or one with token ids, ``ids``; an object may have a ``name``. Tables, arrays, archives and
-files of word processors are refused, and so are JSON lines under any other name; every other file is one plain text,
-markup and program text included.
+The suffix of a file, in upper or lower case, tells its format. ``.jsonl``, ``.ndjson`` and ``.jsonlines`` are JSON lines,
+one document on each line; ``.json`` is one document, an array of documents, or JSON lines. A document is a string, or an
+object with a string ``text`` or with token ids ``ids``, and possibly a ``name``. Tables, arrays, archives and files of word
+processors raise an error, and so do JSON lines under any other suffix. Every other file is one plain text, also markup and
+code.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ EMBEDDED = Path(__file__).parent / "assets" / "documents"
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 LARGEST_ID = 2**31 - 1
 AS_LINES = 'write its texts as JSON lines, {"text": "..."} on each, or rename it to .txt to score it as it stands'
-NO_TEXT = {  # what a file is by its suffix, and what to do
+NO_TEXT = {  # by suffix: what the file is, and what to do
     **dict.fromkeys((".csv", ".tsv", ".ipynb"), ("structured data", AS_LINES)),
     **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z"), ("an archive", "unpack it")),
     **dict.fromkeys(
@@ -42,13 +42,13 @@ class Document:
     """A named sequence of token ids.
 
     Attributes:
-        name: its own, or that of the file (its path where two share a name), with ``:line`` in JSON lines and ``:item`` in
-            an array.
-        tokens: whole numbers [N], N >= 2.
-        scored: Bool[N - 1], whether the prediction of token i + 1 counts, such as those of an answer; None is all of them.
+        name: unique name. From a file: the document's own, or the file's name (its path if two files share a name), with
+            ``:line`` for JSON lines and ``:item`` for an array.
+        tokens: whole numbers [N].
+        scored: Bool[N - 1], whether the prediction of token i + 1 counts, for example only an answer; None is all.
 
     Raises:
-        ValueError: ``scored`` is no such array, or nothing is scored.
+        ValueError: ``scored`` is not such an array, or no token is scored.
     """
 
     name: str
@@ -72,14 +72,14 @@ class Document:
         return np.ones(len(self.tokens) - 1, bool) if self.scored is None else np.asarray(self.scored)
 
     def head(self, count: int | None) -> "Document":
-        """The first ``count`` tokens; all where None."""
+        """The document of the first ``count`` tokens; None is all."""
         if count is None or count >= len(self.tokens):
             return self
         scored = None if self.scored is None else self.scored[: max(0, count - 1)]
         return Document(self.name, self.tokens[: max(0, count)], scored)
 
     def sha256(self) -> str:
-        """Checksum of the token ids, and of which are scored."""
+        """Checksum of the token ids and of ``scored``."""
         found = hashlib.sha256(np.ascontiguousarray(self.tokens, np.int32).tobytes())
         if self.scored is not None:
             found.update(np.packbits(self.scored).tobytes())
@@ -92,11 +92,11 @@ def embedded_texts() -> dict[str, str]:
 
 
 def read_documents(files: Iterable[Path]) -> dict[str, str | np.ndarray]:
-    """Texts, or token ids int32 [N], by name; see the module's text for the formats.
+    """Texts, or token ids int32 [N], by name; the module's docstring lists the formats.
 
     Raises:
-        ValueError: a file is missing, empty, not UTF-8 or not what its suffix says, or two documents share a name; says
-            which file and line.
+        ValueError: a file is missing, empty, not UTF-8 or not of the format of its suffix, or two documents share a name;
+            names the file and line.
     """
     files = [Path(file) for file in files]
     names = [file.name for file in files]
@@ -122,14 +122,14 @@ def tokenize(
     """Documents from texts or arrays of ids; a Document keeps its name. No token is added before or after a text.
 
     Args:
-        documents: in a sequence, or by name.
-        tokenizer: of texts.
-        fewest: tokens that a document may have; to score one takes 2.
-        vocab_size: rows of the model's embedding, beyond which a tokenizer may have words; None: ids are not looked at.
+        documents: in a sequence, or in a dict by name.
+        tokenizer: for texts; may be None if there are none.
+        vocab_size: rows of the model's embedding; a tokenizer may have more words. None does not check ids.
+        fewest: least number of tokens of a document; scoring a token takes 2.
 
     Raises:
-        ValueError: a text without a tokenizer, ids that are not one row of whole numbers, too few tokens, an id or a
-            word of a text without a row in the embedding.
+        ValueError: no documents, a text without a tokenizer, a name that is not a string, ids that are not one row of whole
+            numbers, too few tokens, or an id or word without a row in the embedding.
     """
     if isinstance(documents, str):
         raise ValueError("documents is one string; expected a list of texts")
@@ -167,7 +167,7 @@ def tokenize(
 
 
 def _check_text(name: str, text: str) -> None:
-    """Raise ValueError for half a surrogate pair, which neither a tokenizer nor a file takes."""
+    """Raise ValueError for a lone surrogate, which neither a tokenizer nor a file accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -184,7 +184,7 @@ def _row(name: str, document: Any) -> np.ndarray:
 
 
 def _check_rows(name: str, tokens: np.ndarray, tokenizer: Tokenizer, vocab_size: int | None) -> None:
-    """Raise ValueError for a word of a text that has no row in the embedding."""
+    """Raise ValueError for a word without a row in the embedding."""
     if vocab_size is not None and len(without := tokens[tokens >= vocab_size]):
         raise ValueError(
             f"{name} uses the word {tokenizer.id_to_token(int(without[0]))!r}, whose id {without[0]} has no row in the "
@@ -239,7 +239,7 @@ def _content(file: Path) -> str:
 
 
 def _holds_json(content: str) -> bool:
-    """Whether a text begins with a JSON object on a line of its own, as no prose does."""
+    """Whether the first line of a text is a JSON object, as in no prose."""
     try:
         return isinstance(parse(content.lstrip().partition("\n")[0]), dict)
     except RepeatedKey:
@@ -249,7 +249,7 @@ def _holds_json(content: str) -> bool:
 
 
 def _is_json_lines(lines: list[tuple[int, str]]) -> bool:
-    """Whether the first of several lines is a JSON value by itself, as none is of an array or object over several lines."""
+    """Whether there are several lines and the first alone is a JSON value, unlike in a value spread over lines."""
     try:
         parse(lines[0][1])
     except RepeatedKey:
@@ -269,7 +269,7 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _document(value: Any, where: str, name: str) -> tuple[str, str | np.ndarray]:
-    """A JSON value's name, ``name`` where it has none of its own, and text or ids."""
+    """The name of a JSON value (``name`` if it has none) and its text or ids."""
     if isinstance(value, str):
         return name, value
     if not isinstance(value, dict) or not {"text", "ids"} & value.keys():

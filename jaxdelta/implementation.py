@@ -1,7 +1,7 @@
-"""How the same numbers are computed on one device and on another: one choice, made where a model is made.
+"""Choices that differ between devices, made once for each model.
 
-None of it changes a result by more than rounding. The choice is part of the key of every compiled program and of the
-manifest of every run, so a program for a GPU can be lowered on a machine that has none.
+They change results by rounding only. They are part of the key of every compiled program and of the manifest of every
+results folder, so a program for a GPU can be lowered on a machine without one.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,15 +14,15 @@ from jaxdelta.ops.delta_rule import CHUNK_SIZE
 
 @dataclass(frozen=True)
 class Implementation:
-    """What is chosen by device.
+    """How a model is computed on a device.
 
     Attributes:
-        chunk_size: writes of a chunk of the delta rule.
-        attention: "together" attends with all texts and groups of heads in one product; "one by one" takes a text and a
-            group at a time, since of a product with leading axes XLA copies the transposed scores, backward, on a CPU.
+        chunk_size: writes in a chunk of the delta rule.
+        attention: "together" computes all texts and groups of heads in one product; "one by one" takes one text and group
+            at a time, because on a CPU the backward pass of a batched product copies the transposed scores.
 
     Raises:
-        ValueError: a chunk of no write, or an attention of another name.
+        ValueError: ``chunk_size`` is below 1, or ``attention`` is unknown.
     """
 
     chunk_size: int = CHUNK_SIZE
@@ -33,7 +33,7 @@ class Implementation:
             raise ValueError(f"{self}; expected a chunk_size of at least 1 and attention 'together' or 'one by one'")
 
     def described(self) -> dict[str, Any]:
-        """JSON value for the manifest of a run."""
+        """JSON value for the manifest of a results folder."""
         return asdict(self)
 
 
@@ -42,5 +42,5 @@ FOR_GPU = Implementation()
 
 
 def implementation_here() -> Implementation:
-    """The faster one for the device that jax uses by default."""
+    """The faster implementation on jax's default device."""
     return FOR_CPU if jax.default_backend() == "cpu" else FOR_GPU

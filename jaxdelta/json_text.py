@@ -1,13 +1,13 @@
-"""JSON from files of others: whatever cannot be read is one ValueError with a short reason."""
+"""JSON of unknown origin. Whatever cannot be read raises a ValueError with a short reason."""
 
 import json
 from typing import Any
 
-MAX_DEPTH = 100  # far above what configurations nest, far below what any reader or writer of Python's can take
+MAX_DEPTH = 100  # far above the nesting of configurations, far below Python's recursion limit
 
 
 class RepeatedKey(ValueError):
-    """An object that gives a key twice, of which Python's reader would take the last without a word."""
+    """An object repeats a key. Python's reader would silently take the last value."""
 
 
 def parse(text: str | bytes) -> Any:
@@ -15,7 +15,7 @@ def parse(text: str | bytes) -> Any:
 
     Raises:
         RepeatedKey: an object gives a key twice; the message is a phrase that names it.
-        ValueError: the text is no JSON, or none that a machine can hold; the message is a phrase ("nested too deeply").
+        ValueError: the text is not JSON, or is too large or nested too deeply; the message is a phrase.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text.removeprefix("\ufeff")

@@ -1,7 +1,7 @@
 """Comparison of this library's runs with those of a reference, in f64 and segment by segment.
 
-Errors are relative Frobenius errors, ||found - expected|| / ||expected||: of a carried array, of one head's state, of the
-logits of a segment or of one position.
+Errors are relative Frobenius errors, ||found - expected|| / ||expected||: of a carried array, of one head's state, or of
+the logits of a segment or position.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:  # a reference's process needs no JAX
+if TYPE_CHECKING:  # the process of a reference does not need JAX
     from jaxdelta.models.carry import Carry
 
 Layers = Sequence[Sequence[np.ndarray]]  # two arrays a layer, named in ARRAYS
@@ -21,7 +21,11 @@ LOGITS_AT_ONCE = 2**23  # entries of a block of logits in f64, 64 MiB
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Relative Frobenius error, in f64; where ``expected`` is zero, the norm of ``found``."""
+    """Relative Frobenius error, in f64; if ``expected`` is zero, the norm of ``found``.
+
+    Raises:
+        ValueError: shapes differ.
+    """
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     if found.shape != expected.shape:
         raise ValueError(f"shapes differ: {found.shape} here, {expected.shape} in the reference")
@@ -30,7 +34,7 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def carry_arrays(carry: "Carry") -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each layer (S, tail), or the used places of (keys, values) where all rows have the same length."""
+    """(S, tail) or the used places of (keys, values) of each layer; all rows must have the same length."""
     used = int(np.max(carry.position))
     return [
         (np.asarray(layer.S), np.asarray(layer.tail, np.float32))
@@ -46,7 +50,7 @@ def layer_kinds(carry: "Carry") -> list[str]:
 
 
 def layer_errors(kind: str, found: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> dict[str, float]:
-    """Error of each carried array of a layer, and that of the worst head where there is a state S [B, H, K, V]."""
+    """Error of each carried array of a layer; for a state S [B, H, K, V] also that of the worst head."""
     errors = {}
     for name, a, b in zip(ARRAYS[kind], found, expected, strict=True):
         errors[name] = relative_error(a, b)
@@ -56,16 +60,16 @@ def layer_errors(kind: str, found: Iterable[np.ndarray], expected: Iterable[np.n
 
 
 class Positions(NamedTuple):
-    """Of each position of a segment, f64 [T]; ``loss`` and ``loss_here`` NaN where nothing follows.
+    """Numbers for each position of a segment, f64 [T]; losses are NaN where no token follows.
 
     Attributes:
         difference: norm of the difference of the logits.
         size: norm of the reference's logits.
-        kl: nats, of the reference's distribution to ours.
-        loss: nats of the next token, of the reference.
-        loss_here: the same, ours.
-        margin: by how much the reference's most likely word leads.
-        same: 1 where the most likely word is the same.
+        kl: divergence of our distribution from the reference's, in nats.
+        loss: the reference's loss of the next token, in nats.
+        loss_here: our loss of the next token, in nats.
+        margin: lead of the reference's most likely word over the second, in logits.
+        same: 1 where the most likely word is the same, else 0.
     """
 
     difference: np.ndarray
@@ -82,7 +86,7 @@ class Positions(NamedTuple):
 
 
 def compare_positions(found: np.ndarray, expected: np.ndarray, following: np.ndarray) -> Positions:
-    """Logits [T, Y] of both sides against each other; ``following``: the next token of each position, -1 for none."""
+    """Compare logits [T, Y] of both sides; ``following`` is the next token of each position, -1 for none."""
     rows = max(1, LOGITS_AT_ONCE // expected.shape[-1])
     blocks = [
         _compare_block(*(a[begin : begin + rows] for a in (found, expected, following)))
@@ -118,9 +122,9 @@ class Comparison:
     """Two runs of one text [1, N] compared segment by segment.
 
     Args:
-        kinds: "linear" or "attention" of each layer in depth order.
+        kinds: "linear" or "attention" for each layer, in depth order.
         tokens: ids [1, N].
-        sides: what is compared, and with what.
+        sides: names of what is compared, and with what.
     """
 
     def __init__(self, kinds: Sequence[str], tokens: np.ndarray, sides: tuple[str, str] = ("jaxdelta", "reference")):
@@ -136,8 +140,8 @@ class Comparison:
         """Compare the segment that begins at token ``begin``.
 
         Args:
-            logits: [1, T, Y], as ``expected_logits``.
-            found: carried arrays after the segment, as ``expected``; of keys and values the places of this segment.
+            logits, expected_logits: [1, T, Y].
+            found, expected: carried arrays after the segment; of keys and values only the places of this segment.
 
         Raises:
             ValueError: shapes differ.
@@ -155,7 +159,7 @@ class Comparison:
                 self._caches.setdefault(name, []).append(array)
 
     def result(self, found: Layers) -> dict[str, Any]:
-        """Errors of each segment, numbers of each position, and errors of the whole caches in ``found`` at the end."""
+        """Errors of each segment, numbers of each position, and errors of whole caches; ``found`` is carried at the end."""
         arrays = dict(named(self.kinds, found))
         with np.errstate(invalid="ignore"):
             caches = {n: relative_error(arrays[n], np.concatenate(parts, axis=1)) for n, parts in self._caches.items()}
@@ -169,21 +173,21 @@ class Comparison:
         }
 
     def _look_for_nonfinite(self, side: str, layers: Layers, logits: np.ndarray) -> None:
-        """Remember the first array of a side that holds a NaN or an infinity."""
+        """Note the first array of a side with a NaN or an infinity."""
         for name, array in (*named(self.kinds, layers), ("logits", logits)):
             if side not in self._nonfinite and not np.isfinite(array).all():
                 self._nonfinite[side] = {"side": side, "segment": len(self._segments) + 1, "array": name}
 
 
 class Worst(NamedTuple):
-    """The largest error of one kind, and where it is: a segment counted from 1, or a token counted from 0."""
+    """The largest error of one kind, and where: a segment, counted from 1, or a token, counted from 0."""
 
     error: float
     where: str
 
 
 def worst_errors(result: dict[str, Any]) -> dict[str, Worst]:
-    """What a bound is held against, by name; from the result of a :class:`Comparison`, also where it was read from JSON."""
+    """The largest errors, which have bounds, by name; ``result`` is from a :class:`Comparison` or its JSON."""
     found = {}
     for index, kind in enumerate(result["kinds"]):
         for name in result["segments"][0]["layers"][index]:
@@ -208,7 +212,7 @@ def position_arrays(result: dict[str, Any]) -> Positions:
 
 def _worst(errors: Sequence[float | None], unit: str, first: int = 0) -> Worst:
     numbers = np.array([_number(error) for error in errors])
-    index = int(np.argmax(numbers))  # of a NaN, where there is one
+    index = int(np.argmax(numbers))  # the first NaN, if there is one
     return Worst(float(numbers[index]), f"{unit} {index + first}")
 
 
@@ -224,7 +228,7 @@ def named(kinds: Iterable[str], layers: Iterable[Iterable[np.ndarray]]) -> Itera
 
 
 def to_json(value: Any) -> Any:
-    """``value`` with arrays as lists and numbers that are not finite as null, which JSON has no word for."""
+    """``value`` with arrays as lists, and NaN and infinity as null, since JSON lacks them."""
     if isinstance(value, dict):
         return {key: to_json(member) for key, member in value.items()}
     if isinstance(value, np.ndarray):

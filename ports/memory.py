@@ -1,4 +1,4 @@
-"""What a process has taken of the machine's memory; it needs no JAX."""
+"""Peak memory of a process, measured without JAX."""
 
 import resource
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def peak_bytes() -> int:
-    """Largest resident memory of this process."""
-    try:  # ru_maxrss of Linux also counts the parent's memory as it was when this process was started
+    """Largest resident memory of this process, in bytes."""
+    try:  # on Linux ru_maxrss includes the memory of the parent at the start of this process
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""The packages of the torch references: which versions were tested or are known to be wrong, and how they are imported."""
+"""Packages of the torch references: tested versions, and how to import them."""
 
 import importlib.metadata
 import sys
@@ -8,11 +8,11 @@ INSTALL = 'pip install -e ".[test]"'
 
 
 class UnusableReference(RuntimeError):
-    """A reference that is missing, of another version than tested, or known to be wrong."""
+    """A reference is missing, has an untested version, or is known to be wrong."""
 
 
 def check_versions(*packages: str, any_version: bool = False) -> dict[str, str]:
-    """Versions of ``packages``.
+    """Installed versions of ``packages``.
 
     Raises:
         UnusableReference: one is missing, or was not tested and ``any_version`` is not set.
@@ -31,19 +31,19 @@ def check_versions(*packages: str, any_version: bool = False) -> dict[str, str]:
 
 
 def untested(versions: dict[str, str]) -> list[str]:
-    """Packages of another version than tested; a local label such as ``+cpu`` does not count."""
+    """Packages whose version is not the tested one, ignoring local labels such as ``+cpu``."""
     return [name for name, version in versions.items() if version.split("+")[0] != TESTED[name]]
 
 
 def import_transformers(*, any_version: bool = False):
     """transformers, with its own torch implementation of the delta rule rather than fla's Triton kernels.
 
-    transformers takes fla's kernels wherever fla imports, and these need a GPU. Versions before the fix of
-    huggingface/transformers#45513 restart every segment of more than one token from a zero state; the tested one has it,
-    and :func:`ports.reference.check_segments` tells of any other.
+    transformers uses fla's kernels whenever fla can be imported, and these need a GPU. Versions before the fix of
+    huggingface/transformers#45513 restart every segment of more than one token from a zero state. The tested version has
+    the fix; :func:`ports.reference.check_segments` checks any version.
 
     Raises:
-        UnusableReference: see :func:`check_versions`; or fla was imported before.
+        UnusableReference: as :func:`check_versions`, or fla has been imported.
     """
     check_versions("torch", "transformers", any_version=any_version)
     if sys.modules.get("fla") is not None:

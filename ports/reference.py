@@ -1,7 +1,7 @@
-"""What a torch reference gives, and the one that a checkpoint has.
+"""The interface of torch references, and the reference of each checkpoint.
 
-A family's reference is a class ``Reference`` in a module of its own, a subclass of the one here; MODULES names the module
-of each ``model_type``. Nothing but :func:`load_reference` asks which family it has before it.
+The reference of a family is a class ``Reference`` in its own module, a subclass of the one here; MODULES names the module
+for each ``model_type``. Only :func:`load_reference` depends on the family.
 """
 
 import importlib
@@ -22,8 +22,8 @@ MODULES = {
     "gated_deltaproduct": "ports.fla.reference",
     "delta_net": "ports.fla.reference",
 }
-PROBE = (17, 23)  # tokens of the two segments; the fault is in a later segment of more than one
-PROBE_BOUND = 1e-4  # a right reference is below 1e-6, one that restarts above 1e-2
+PROBE = (17, 23)  # tokens of the two segments; the known fault is in later segments of more than one token
+PROBE_BOUND = 1e-4  # a correct reference is below 1e-6, one that restarts is above 1e-2
 
 
 class Snapshot(NamedTuple):
@@ -44,15 +44,15 @@ class Reference(Protocol):
     Args:
         folder: checkpoint in Hugging Face's format.
         dtype: of parameters and activations, by torch's name.
-        any_version: whether ``packages`` may be of untested versions.
+        any_version: whether ``packages`` may have untested versions.
 
     Attributes:
-        packages: versions of what computes, by names of :data:`ports.packages.TESTED`.
-        implementation: what computes, in words.
-        layer_kinds: "linear" or "attention", in depth order.
+        packages: versions of the packages that compute, by names of :data:`ports.packages.TESTED`.
+        implementation: the implementation, in words.
+        layer_kinds: "linear" or "attention" for each layer, in depth order.
 
     Raises:
-        UnusableReference: a package is missing, of an untested version or cannot run in this process; or tensors of the
+        UnusableReference: a package is missing, has an untested version or cannot run in this process; or tensors of the
             checkpoint do not fit the model, see :func:`filled`.
     """
 
@@ -65,14 +65,13 @@ class Reference(Protocol):
     def segments(
         self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
     ) -> Iterator[tuple[np.ndarray, list[Snapshot]]]:
-        """Logits of a segment and a snapshot of each layer after it, one segment after the other.
+        """Logits of each segment, and a snapshot of each layer after it.
 
-        A segment goes on from what the one before it left, and is computed when it is asked for: no more than one is in
-        memory.
+        Each segment continues from the one before. It is computed when it is requested, so only one is in memory.
 
         Args:
             tokens: ids, whole numbers [B, N].
-            splits: tokens of each segment; None is one segment of all.
+            splits: tokens of each segment; None is one segment of all tokens.
             mask: bool [B, N], False is padding on the left.
 
         Yields:
@@ -83,16 +82,16 @@ class Reference(Protocol):
     def run(
         self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
     ) -> tuple[np.ndarray, list[list[Snapshot]]]:
-        """Logits [B, N, Y] of all segments and the snapshots after each; arguments as of :meth:`segments`."""
+        """Logits [B, N, Y] of all segments and the snapshots after each; arguments as in :meth:`segments`."""
         logits, snapshots = zip(*self.segments(tokens, splits, mask), strict=True)
         return np.concatenate(logits, axis=1), list(snapshots)
 
 
 def load_reference(folder: Path, dtype: str = "float32", *, any_version: bool = False) -> Reference:
-    """The checkpoint in the reference of its ``model_type``; arguments as of :class:`Reference`.
+    """The checkpoint in the reference of its ``model_type``; arguments as in :class:`Reference`.
 
     Raises:
-        UnusableReference: there is none, or see :class:`Reference`.
+        UnusableReference: there is no reference for it, or as :class:`Reference`.
     """
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     if kind not in MODULES:
@@ -101,10 +100,10 @@ def load_reference(folder: Path, dtype: str = "float32", *, any_version: bool = 
 
 
 def filled(model_class, folder: Path, dtype):
-    """A model of one of transformers' classes, every tensor of which is in the checkpoint.
+    """A model of a transformers class, all of whose tensors are in the checkpoint.
 
     Raises:
-        UnusableReference: one is not, and would be filled with random numbers without a word.
+        UnusableReference: a tensor is missing or misshaped; transformers would silently fill it with random numbers.
     """
     model, loading = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     misfits = {kind: sorted(map(str, loading[kind])) for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
@@ -114,12 +113,12 @@ def filled(model_class, folder: Path, dtype):
 
 
 def check_segments(reference: Reference, tokens: np.ndarray) -> float:
-    """Relative error of the logits in two segments against one pass, over 40 tokens repeated from ``tokens`` [1, N].
+    """Relative error of logits from two segments against one pass, over 40 tokens taken cyclically from ``tokens`` [1, N].
 
-    NaN is returned as it is: whoever compares names where it comes from.
+    NaN is returned; the comparison reports where it comes from.
 
     Raises:
-        UnusableReference: the second segment does not go on from the first.
+        UnusableReference: the second segment does not continue the first.
     """
     ids = np.resize(tokens, (1, sum(PROBE)))
     whole, halves = (reference.run(ids, splits)[0] for splits in (None, PROBE))

@@ -1,4 +1,4 @@
-"""Report of an equivalence run: tables for the terminal and for Markdown, and the drift figure. Reads a comparison only."""
+"""Report of an equivalence run: tables for terminal and Markdown, and the drift figure. Reads a comparison only."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -52,13 +52,13 @@ def drift_rows(comparison: dict[str, Any], verdicts: Sequence[Verdict]) -> Rows:
 
 
 def other_rows(comparison: dict[str, Any], verdicts: Sequence[Verdict]) -> Rows:
-    """A row for everything else that has a bound: whole caches, logits, losses."""
+    """A row for every other error with a bound: whole caches, logits, losses."""
     carried = sum(len(layer) for layer in comparison["segments"][0]["layers"])  # which come first
     return [[verdict.name, *_judged(verdict)] for verdict in verdicts[carried:]]
 
 
 def facts(comparison: dict[str, Any], dtype: str) -> dict[str, str]:
-    """What the logits say, and what the comparison itself is worth, in words."""
+    """Facts on the logits and on the sensitivity of the comparison itself, as text by name."""
     at = position_arrays(comparison)
     error, gap = at.difference / at.size, (at.loss_here - at.loss)[:-1]
     clear = at.margin > MARGINS[dtype]
@@ -85,7 +85,7 @@ def facts(comparison: dict[str, Any], dtype: str) -> dict[str, str]:
 
 
 def bounds_in_words(verdicts: Sequence[Verdict], dtype: str) -> str:
-    """How the bounds came about."""
+    """The origin of the bounds, in words."""
     if dtype == "bfloat16":
         return (
             f"{BF16_FACTOR} times the error that the reference's own bfloat16 run of the same text has against its float32 "
@@ -99,7 +99,7 @@ def bounds_in_words(verdicts: Sequence[Verdict], dtype: str) -> str:
 
 
 def print_report(comparison: dict[str, Any], verdicts: Sequence[Verdict], dtype: str, console: Console) -> None:
-    """Tables, facts and verdict."""
+    """Print tables, facts and verdict."""
     console.print(
         _table("Drift: relative error of what crosses a boundary", DRIFT_HEADINGS, drift_rows(comparison, verdicts))
     )
@@ -116,7 +116,7 @@ def print_report(comparison: dict[str, Any], verdicts: Sequence[Verdict], dtype:
 def write_report(
     folder: Path, comparison: dict[str, Any], verdicts: Sequence[Verdict], subject: dict[str, str], dtype: str
 ) -> None:
-    """Write FILES; ``subject`` says in words what was compared."""
+    """Write FILES; ``subject`` tells what was compared, as text by name."""
     judged = [{**verdict._asdict(), "holds": verdict.holds} for verdict in verdicts]
     content = to_json({"subject": subject, "lines": judged, **comparison})
     (folder / "comparison.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -126,14 +126,14 @@ def write_report(
 
 
 def is_report(folder: Path) -> bool:
-    """Whether a folder holds what :func:`write_report` has written, whole or begun."""
+    """Whether a folder holds a report of :func:`write_report`, complete or not."""
     begins = {"report.md": f"{TITLE}: ", "comparison.json": '{\n "subject": '}
     files = {folder / name: text for name, text in begins.items() if (folder / name).is_file()}
     return bool(files) and all(file.read_bytes().startswith(text.encode()) for file, text in files.items())
 
 
 def markdown(comparison: dict[str, Any], verdicts: Sequence[Verdict], subject: dict[str, str], dtype: str) -> str:
-    """The report."""
+    """The report as Markdown."""
     wrong = broken(comparison, verdicts)
     outcome = [f"**Broken:** {text}" for text in wrong] or [f"**All {len(verdicts)} bounds hold.**"]
     warnings = [f"**Not a tested version:** {name}" for name in comparison["reference"]["untested"]]
@@ -196,7 +196,7 @@ def figure(comparison: dict[str, Any], verdicts: Sequence[Verdict], title: str) 
 
 
 def _draw_drift(axes: Axes, result: dict[str, Any], kind: str, colour: Callable[[int], Any]) -> None:
-    """Solid the first array of ARRAYS, dotted the second; a line for each layer."""
+    """A line for each layer: solid for the first array of ARRAYS, dotted for the second."""
     ends = [segment["end"] for segment in result["segments"]]
     for index in (i for i, found in enumerate(result["kinds"]) if found == kind):
         for name, style in zip(ARRAYS[kind], STYLES, strict=True):

@@ -1,11 +1,10 @@
-"""The sides of a verification, each a process of its own: ``python -m ports.sides reference|yardstick|jaxdelta FOLDER``.
+"""The sides of a verification, each in its own process: ``python -m ports.sides reference|yardstick|jaxdelta FOLDER``.
 
-FOLDER holds ``job.json`` and ``tokens.npy``. The reference writes the logits and carried arrays of each segment there
-(``logits_3.npy``, ``carry_3.npz``) and ``reference.json``. The yardstick, for a run of this library in bf16, is the
-reference in bf16 compared with these, in ``yardstick.json``. The JAX side compares itself with them, one segment after the
-other, removes what it has compared, and writes ``comparison.json``. All tell of their progress in lines that begin with
-PROGRESS; whatever else is on their output is noise of the packages below. A side that cannot go on writes ``failure.json``
-and exits with 2.
+FOLDER holds ``job.json`` and ``tokens.npy``. The reference writes ``reference.json`` and, for each segment, logits and
+carried arrays (``logits_3.npy``, ``carry_3.npz``) there. If this library runs in bf16, the yardstick compares the reference
+in bf16 with these arrays and writes ``yardstick.json``. The JAX side compares its own run with them segment by segment,
+removes the arrays that it has compared, and writes ``comparison.json``. All report progress in lines that begin with
+PROGRESS; other output comes from packages and is ignored. A side that fails writes ``failure.json`` and exits with 2.
 """
 
 import importlib.metadata
@@ -31,14 +30,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What both sides run.
+    """What all sides run.
 
     Attributes:
         reference_folder: checkpoint of the reference.
-        folder: checkpoint of this library; the same, but for tests of the comparison.
+        folder: checkpoint of this library; the same, except in tests of the comparison.
         dtype: of this library's run; the reference runs in f32.
         splits: tokens of each segment.
-        any_version: whether the reference may be of an untested version.
+        any_version: whether packages of the reference may have untested versions.
     """
 
     reference_folder: str
@@ -66,10 +65,10 @@ class Job:
 
 
 def reference_side(work: Path, say: Say) -> None:
-    """Run the reference in f32 and write what it gives.
+    """Run the reference in f32 and write its logits and carried arrays.
 
     Raises:
-        UnusableReference: it is missing, of an untested version, or does not carry its state.
+        UnusableReference: it is missing, has an untested version, or does not carry its state.
     """
     from ports.packages import untested
     from ports.reference import check_segments, load_reference
@@ -121,7 +120,7 @@ def yardstick_side(work: Path, say: Say) -> None:
 
 
 def jaxdelta_side(work: Path, say: Say) -> None:
-    """Run this library on the same tokens, compare, and write ``comparison.json``; removes the reference's arrays."""
+    """Run this library on the same tokens, compare, write ``comparison.json`` and remove the reference's arrays."""
     import jaxdelta as jd
     from jaxdelta.cli.backend import check_backend
     from jaxdelta.results.folder import PACKAGES, commit
@@ -147,7 +146,7 @@ def jaxdelta_side(work: Path, say: Say) -> None:
 
 
 def _compare(model, job: Job, tokens: np.ndarray, work: Path, say: Say) -> dict[str, Any]:
-    """What :class:`ports.compare.Comparison` finds, the losses of a segmented run, and the control with lost states."""
+    """The result of :class:`ports.compare.Comparison`, the losses of a segmented run, and the control without states."""
     import jaxdelta as jd
     from ports.compare import Comparison, carry_arrays, layer_kinds
 
@@ -175,7 +174,7 @@ def _compare(model, job: Job, tokens: np.ndarray, work: Path, say: Say) -> dict[
 
 
 def _of_segment(kinds, layers, begin: int) -> list[tuple[np.ndarray, ...]]:
-    """Carried arrays; of keys and values the places from ``begin`` on, as the earlier ones were compared before."""
+    """Carried arrays; of keys and values only the places from ``begin`` on, since earlier ones have been compared."""
     return [
         tuple(a[:, begin:] for a in arrays) if kind == "attention" else tuple(arrays)
         for kind, arrays in zip(kinds, layers, strict=True)
@@ -187,14 +186,14 @@ def _write_carry(file: Path, layers: list[tuple[np.ndarray, ...]]) -> None:
 
 
 def _read_segment(work: Path, index: int, num_layers: int) -> tuple[np.ndarray, list[list[np.ndarray]]]:
-    """Logits, not yet read into memory, and carried arrays of the reference."""
+    """Logits, memory-mapped, and carried arrays of the reference."""
     with np.load(work / f"carry_{index}.npz") as arrays:
         layers = [[arrays[f"{layer}.{slot}"] for slot in (0, 1)] for layer in range(num_layers)]
     return np.load(work / f"logits_{index}.npy", mmap_mode="r"), layers
 
 
 def _without_states(model, tokens: np.ndarray, carry, expected: np.ndarray) -> float | None:
-    """Error of a segment's logits where every S before it is zero: what the comparison would see if S were not carried."""
+    """Error of a segment's logits with every S before it zero, as if S were not carried."""
     import jaxdelta as jd
     from ports.compare import compare_positions
 
@@ -205,7 +204,7 @@ def _without_states(model, tokens: np.ndarray, carry, expected: np.ndarray) -> f
 
 
 def _run_losses(model, job: Job, tokens: np.ndarray, nonfinite: list[dict[str, Any]]) -> np.ndarray | None:
-    """Losses [N - 1] of ``jd.run``, which analyses use and which forms no logits; None for segments of several lengths."""
+    """Losses [N - 1] of ``jd.run``, which forms no whole logits; None if segments have different lengths."""
     import jaxdelta as jd
 
     if len(set(job.splits[:-1])) > 1 or job.splits[-1] > job.splits[0]:
@@ -259,7 +258,7 @@ SIDES = {"reference": reference_side, "yardstick": yardstick_side, "jaxdelta": j
 
 
 def main(side: str, work: Path) -> int:
-    """Run a side; what it fails of is written to ``failure.json``."""
+    """Run a side; returns its exit status, and writes an error to ``failure.json``."""
 
     def say(text: str) -> None:
         print(f"{PROGRESS}{text}", flush=True)

@@ -2,15 +2,15 @@
 
 f32: SMALL_BOUND for models below SMALL parameters, else LARGE_BOUND, for every carried array and the logits of a segment.
 Measured over 1,024 tokens: at most 3.6e-6 (control model) and 5.5e-6 (random, 4 layers); over 512 tokens 2.4e-5 (random
-weights of the 0.8B size). Depth and random weights amplify rounding: 7.6e-5 for a random model of 24 layers, 44 channels
-wide, which SMALL_BOUND calls broken. A single position and a single loss may be off by EXTREME times as much: measured
-1.8e-5 and 2.8e-5 nats (random, 4 layers), 2.1e-5 and 3.8e-5 nats (0.8B size). Keys have an allowance that grows with the
-text, see :func:`rotation_allowance`.
+weights of the 0.8B size). Depth and random weights amplify rounding: a random model of 24 layers and width 44 has 7.6e-5,
+which breaks SMALL_BOUND. The error of a single position and of a single loss may be EXTREME times as large: measured 1.8e-5
+and 2.8e-5 nats (random, 4 layers), 2.1e-5 and 3.8e-5 nats (0.8B size). Keys have an allowance that grows with the text, see
+:func:`rotation_allowance`.
 
-bf16: rounding alone moves the arrays by 0.5 to 1.5 % in the control model, 3 to 10 % in random models of 4 layers and 50 to
-100 % in one of 24, so no number holds for all checkpoints. The yardstick is what the reference's own bf16 run of the same
-text does against its f32 run; ours may do BF16_FACTOR times as much. Measured for each array, over the
-control model, three random models of 4 layers and one of 24: 0.4 to 1.7 times.
+bf16: rounding alone changes the arrays by 0.5 to 1.5 % in the control model, 3 to 10 % in random models of 4 layers and 50
+to 100 % in one of 24, so no fixed bound serves all checkpoints. The yardstick is the error of the reference's own bf16 run
+against its f32 run of the same text; ours may be BF16_FACTOR times as large. Measured for each array, over the control
+model, three random models of 4 layers and one of 24: 0.4 to 1.7 times.
 """
 
 from typing import Any, NamedTuple
@@ -23,17 +23,17 @@ SMALL_BOUND = 2e-5
 LARGE_BOUND = 1e-4
 EXTREME = 10
 BF16_FACTOR = 3
-MARGINS = {"float32": 1e-3, "bfloat16": 0.1}  # by which the reference's most likely word leads where choices are counted
+MARGINS = {"float32": 1e-3, "bfloat16": 0.1}  # least lead of the reference's most likely word for a choice to count
 
 
 class Verdict(NamedTuple):
-    """An error held against its bound.
+    """An error and its bound.
 
     Attributes:
         name: of the array, with its layer.
-        error: the largest, NaN where a side is not finite.
-        where: segment counted from 1, or token counted from 0.
-        bound: the largest allowed.
+        error: the largest error; NaN if a side is not finite.
+        where: the segment, counted from 1, or the token, counted from 0.
+        bound: the largest allowed error.
     """
 
     name: str
@@ -43,24 +43,24 @@ class Verdict(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """False for NaN."""
+        """Whether the error is within its bound; False for NaN."""
         return self.error <= self.bound
 
 
 def rotation_allowance(config: DecoderConfig, num_tokens: int) -> float:
-    """By how much keys may differ for the rotation alone: relative, at the last token.
+    """Largest relative difference of keys that the rotation alone may cause, at the last token.
 
-    transformers computes the frequencies theta^(-2i/d) in f32 and is off by up to 2.8 half units in the last place; here
+    transformers computes the frequencies theta^(-2i/d) in f32, with errors of up to 2.8 half units in the last place; here
     they are rounded from f64. The angle multiplies the difference by the position. Two roundings of the largest frequency
-    below 1 bound it: 2.6e-8 a token for the control model, whose keys were measured to drift by 4e-9 a token (2.9e-5 at
-    7,256 tokens).
+    below 1 bound it: 2.6e-8 for each token of the control model, where a drift of 4e-9 was measured (2.9e-5 at 7,256
+    tokens).
     """
     frequencies = [sizes.rope_theta ** (-2 / sizes.rotated) for sizes in config.attention_sizes if sizes.rotated > 2]
     return num_tokens * max(frequencies, default=0.0) * 2.0**-23
 
 
 def judge(comparison: dict[str, Any], *, num_parameters: int, dtype: str, rotation: float = 0.0) -> list[Verdict]:
-    """Every error of a comparison against its bound; ``rotation``: of :func:`rotation_allowance`."""
+    """Every error of a comparison with its bound; ``rotation`` is from :func:`rotation_allowance`."""
     errors = worst_errors(comparison)
     if dtype == "bfloat16":
         scale = {name: BF16_FACTOR * worst.error for name, worst in worst_errors(comparison["yardstick"]).items()}
@@ -74,7 +74,7 @@ def judge(comparison: dict[str, Any], *, num_parameters: int, dtype: str, rotati
 
 
 def broken(comparison: dict[str, Any], verdicts: list[Verdict]) -> list[str]:
-    """What is broken, in words: arrays that are not finite by side, layer and segment, then bounds."""
+    """What is broken, in words: arrays that are not finite, with side, layer and segment; then broken bounds."""
     lost = [
         f"NaN or infinity in {found['array']} of {found['side']}"
         + (f", segment {found['segment']}" if found["segment"] else "")

@@ -1,7 +1,7 @@
 """Equivalence of this library and a torch reference on any supported checkpoint: ``python -m ports.verify MODEL``.
 
-The two run one after the other in processes of their own, segment by segment, on the same token ids; every carried array
-and every logit is compared. Exit status: 0 all bounds hold, 1 one is broken, 2 bad input or an unusable reference.
+Both run one after the other in separate processes, segment by segment, on the same token ids; every carried array and every
+logit is compared. Exit status: 0 if all bounds hold, 1 if one is broken, 2 for bad input or an unusable reference.
 
 ``python -m ports.verify control``: about 40 seconds on 2 CPU cores, and all 30 bounds hold.
 """
@@ -37,11 +37,11 @@ from ports.sides import PROGRESS, Job
 from ports.verdict import broken, judge, rotation_allowance
 
 HOLDS, BROKEN, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
-NOISE_LINES = 20  # of a failed process that are shown
+NOISE_LINES = 20  # last lines of a failed process that are shown
 
 
 class SideFailed(RuntimeError):
-    """A process that did not finish.
+    """A side's process did not finish.
 
     Attributes:
         details: its traceback, or the last lines of its output.
@@ -53,7 +53,7 @@ class SideFailed(RuntimeError):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command."""
+    """The parser of the command."""
     top = argparse.ArgumentParser(
         prog="python -m ports.verify",
         description="Run a checkpoint here and in its torch reference, and compare logits and everything carried.",
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; gives its exit status."""
+    """Run the command; returns its exit status."""
     arguments = parser().parse_args(argv)
     console, errors = Terminal(), Terminal(stderr=True)
     try:
@@ -133,7 +133,7 @@ def _run(arguments: argparse.Namespace, console: Terminal) -> int:
 
 
 def read_tokens(info: Info, file: Path | None, limit: int, tokenizer: Path | None = None) -> tuple[np.ndarray, str]:
-    """At most ``limit`` ids [1, N] of the first document of a file, and what document that is in words.
+    """At most ``limit`` ids [1, N] of the first document of a file, and a description of that document.
 
     Raises:
         ValueError: the file cannot be read, is empty or has fewer than two tokens, or there is no tokenizer for it.
@@ -158,7 +158,7 @@ def read_tokens(info: Info, file: Path | None, limit: int, tokenizer: Path | Non
 
 
 def cut(num_tokens: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Tokens of each segment; the last of ``lengths`` is repeated to the end of the text, where the rest is cut off."""
+    """Tokens of each segment; the last of ``lengths`` repeats to the end of the text, where it may be shorter."""
     found: list[int] = []
     while (left := num_tokens - sum(found)) > 0:
         found.append(min(left, lengths[min(len(found), len(lengths) - 1)]))
@@ -166,7 +166,7 @@ def cut(num_tokens: int, lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_words(splits: Sequence[int]) -> str:
-    """How many segments of how many tokens."""
+    """Number and lengths of the segments, in words."""
     first, last = splits[0], splits[-1]
     if len(set(splits[:-1])) > 1 or last > first:
         return f"{len(splits)} of {', '.join(map(str, splits[:12]))}{' ...' if len(splits) > 12 else ''} tokens"
@@ -174,7 +174,7 @@ def in_words(splits: Sequence[int]) -> str:
 
 
 def describe(arguments, info: Info, tokens: np.ndarray, text: str, splits, comparison: dict[str, Any]) -> dict[str, str]:
-    """What was compared, in words."""
+    """What was compared, as text by name."""
     c, packages = info.config, comparison["reference"]["packages"]
     digest = hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).hexdigest()
     beyond = f"; beyond the {c.max_position} the model was made for" if tokens.shape[1] > c.max_position else ""
@@ -197,7 +197,7 @@ def describe(arguments, info: Info, tokens: np.ndarray, text: str, splits, compa
 
 
 def run_sides(job: Job, info: Info, tokens: np.ndarray, console: Console) -> dict[str, Any]:
-    """The comparison of a job; its files lie in a temporary folder that is removed however this ends.
+    """Run all sides of a job and return their comparison; its files are in a temporary folder that is always removed.
 
     Raises:
         UnusableReference: see :func:`ports.sides.reference_side`.
@@ -218,7 +218,7 @@ def run_sides(job: Job, info: Info, tokens: np.ndarray, console: Console) -> dic
 
 
 def run_side(side: str, work: Path, say: Callable[[str], None]) -> None:
-    """Run a side as a process, which is ended however this ends; ``say`` gets its progress."""
+    """Run a side as a process, which never outlives this call; ``say`` gets its progress."""
     root = str(Path(__file__).parents[1])
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
@@ -245,7 +245,7 @@ def run_side(side: str, work: Path, say: Callable[[str], None]) -> None:
 
 
 def failure(side: str, work: Path, code: int, noise: str) -> Exception:
-    """Why a process ended with ``code``."""
+    """The error for a process that ended with ``code``."""
     if (work / "failure.json").exists():
         told = json.loads((work / "failure.json").read_text())
         if told["kind"] == UnusableReference.__name__:
@@ -258,7 +258,7 @@ def failure(side: str, work: Path, code: int, noise: str) -> Exception:
 
 
 def disk_bytes(info: Info, splits: Sequence[int]) -> int:
-    """Bytes of what the reference writes: f32 logits of each token, keys and values, and the states after each segment."""
+    """Bytes that the reference writes: f32 logits, keys and values of each token, and the states after each segment."""
     c, tokens = info.config, sum(splits)
     states = sum(math.prod(s.state) + (s.conv_width - 1) * s.conv_channels for s in c.linear_sizes)
     cache = sum(2 * sizes.num_kv_heads * sizes.head_dim for sizes in c.attention_sizes)
@@ -266,7 +266,7 @@ def disk_bytes(info: Info, splits: Sequence[int]) -> int:
 
 
 def check_disk(work: Path, needed: int, console: Console) -> None:
-    """Say what is needed; raises OSError where there is less."""
+    """Print the disk space needed; raises OSError if there is less."""
     free = shutil.disk_usage(work).free
     room = f"{needed / 2**30:.2f} GiB for the reference's logits and states in {work.parent}, {free / 2**30:.1f} GiB free"
     if needed > 0.95 * free:
@@ -275,10 +275,10 @@ def check_disk(work: Path, needed: int, console: Console) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Make the report's folder, and remove an earlier report, which would pass for this one if this one fails.
+    """Make the folder of the report and remove an earlier report, which could be mistaken for a failed new one.
 
     Raises:
-        ValueError: a file has the name of one of the report's, and is none.
+        ValueError: the folder has files with the names of a report that are not one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = [folder / name for name in report.FILES if (folder / name).exists()]
@@ -291,7 +291,7 @@ def _clear(folder: Path) -> None:
 
 @contextmanager
 def _progress(console: Console, title: str) -> Iterator[Callable[[str], None]]:
-    """A line that is rewritten on a terminal; elsewhere a line for each step."""
+    """A function that prints progress: on a terminal in one line, otherwise a line for each step."""
     if not console.is_terminal:
         yield lambda text: console.print(f"{title}: {text}", highlight=False, soft_wrap=True)
         return
@@ -301,7 +301,7 @@ def _progress(console: Console, title: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the run as Ctrl-C does, so that processes and files are cleared away."""
+    """Treat SIGTERM and a closed terminal like Ctrl-C, so that processes and files are removed."""
 
     def interrupt(signum, frame):
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
 """The text the control models are trained on, its held-out documents, and the units that losses are reported in.
 
-Question: what may be shipped, trained on and measured on, with no document on both sides?
+Question: which documents may be shipped, trained on and measured on, with none in both splits?
 Command: ``python -m experiments.control_models.data [--write-documents]``, about 20 s on two cores.
 Expected: a table of the two splits; the held-out documents together need 2.71 bits a byte under ``xz -9e``.
 
@@ -48,7 +48,7 @@ class CorpusDocument:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Part of a document between two of its lines, each of which occurs in it once.
+    """Part of a document between two lines, each of which occurs once in it.
 
     Attributes:
         source: name of the document.
@@ -72,21 +72,21 @@ STRETCHES: Mapping[str, Stretch] = {
 
 
 def clean(text: str) -> str:
-    """``text`` with Unix line ends and at most one blank line in a row; nothing else is changed."""
+    """``text`` with Unix line ends and at most one blank line in a row, otherwise unchanged."""
     return re.sub(r"\n{3,}", "\n\n", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def read_archive(path: Path = ARCHIVE) -> dict[str, str]:
-    """The cleaned text of every file in the archive, by the file's name without folder and suffix."""
+    """The cleaned text of every file in the archive, by file name without folder and suffix."""
     with tarfile.open(path, "r:xz") as archive:
         files = {member.name: archive.extractfile(member) for member in archive if member.isfile()}
         return {Path(name).stem: clean(file.read().decode()) for name, file in files.items() if file}
 
 
 def split_bible(text: str) -> dict[str, str]:
-    """The books, ``kjv_1_samuel`` for instance; a chapter is headed by a line such as ``1 Samuel 3``.
+    """The books by name, for example ``kjv_1_samuel``; the heading of a chapter is a line such as ``1 Samuel 3``.
 
-    The prefix tells the Gospel of John from the play King John.
+    The prefix distinguishes the Gospel of John from the play King John.
     """
     starts: dict[str, int] = {}
     for heading in re.finditer(r"^((?:\d )?[A-Z][A-Za-z ]*) \d+$", text, re.MULTILINE):
@@ -97,8 +97,8 @@ def split_bible(text: str) -> dict[str, str]:
 def split_jargon(text: str) -> dict[str, str]:
     """Front matter, headwords and entries of each letter, and appendices.
 
-    The headwords that precede a letter's entries repeat the table of contents, so they are documents of their own:
-    holding out a letter's entries then holds out nothing that training text repeats.
+    The headwords before the entries of a letter repeat the table of contents, so they are separate documents: held-out
+    entries of a letter then have no copy in the training text.
     """
     starts = {"jargon_front": 0}
     for heading in re.finditer(r"^  ([0A-Z])$", text, re.MULTILINE):
@@ -131,7 +131,7 @@ def load_documents(path: Path = ARCHIVE) -> tuple[CorpusDocument, ...]:
 
 
 def split_documents(documents: Iterable[CorpusDocument]) -> tuple[tuple[CorpusDocument, ...], tuple[CorpusDocument, ...]]:
-    """``documents`` as (training, held out); raises ValueError where a held-out document is missing."""
+    """``documents`` as (training, held out); raises ValueError if a held-out document is missing or repeated."""
     documents = tuple(documents)
     held_out = tuple(document for document in documents if document.name in HELD_OUT)
     if len(held_out) != len(HELD_OUT):
@@ -140,7 +140,7 @@ def split_documents(documents: Iterable[CorpusDocument]) -> tuple[tuple[CorpusDo
 
 
 def cut_stretch(stretch: Stretch, text: str) -> str:
-    """The part of ``text`` that ``stretch`` bounds; raises ValueError where a bound is not one line of ``text``."""
+    """The part of ``text`` that ``stretch`` bounds; raises ValueError if a bound is not exactly one line of ``text``."""
     lines = text.split("\n")
     for line in (stretch.opening, stretch.ending):
         if lines.count(line) != 1:
@@ -157,8 +157,8 @@ def embedded_documents(held_out: Iterable[CorpusDocument]) -> dict[str, str]:
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """Byte-level BPE without normalization, so that decoding inverts encoding on every text.
 
-    Id 0 is ``SEPARATOR``. It is a special token: a text that spells it out encodes to id 0, and ``decode`` keeps it
-    only with ``skip_special_tokens=False``. Pass training text only.
+    Id 0 is ``SEPARATOR``, a special token: a text that contains it encodes to id 0, and ``decode`` keeps it only with
+    ``skip_special_tokens=False``. Pass training text only.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -174,10 +174,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def training_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    """uint16 tokens of ``texts``, a separator before each and one at the end.
+    """uint16 tokens of ``texts``, with a separator before each and one at the end.
 
-    A document measured alone is preceded by a separator in the same way, so that its first token is predicted too.
-    Raises ValueError where the vocabulary does not fit 16 bits.
+    A document that is measured alone has a separator before it too, so that its first token is predicted.
+
+    Raises:
+        ValueError: the vocabulary does not fit 16 bits.
     """
     if tokenizer.get_vocab_size() > 2**16:
         raise ValueError(f"{tokenizer.get_vocab_size()} tokens do not fit uint16")
@@ -187,18 +189,18 @@ def training_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
 
 
 def bits_per_byte(loss_nats_per_token: float, num_tokens: int, num_bytes: int) -> float:
-    """The loss of a text in bits for each of its UTF-8 bytes; ``num_tokens`` counts the tokens that were predicted."""
+    """The loss of a text in bits for each UTF-8 byte; ``num_tokens`` counts predicted tokens."""
     return loss_nats_per_token * num_tokens / (num_bytes * math.log(2))
 
 
 def xz_bits_per_byte(text: str) -> float:
-    """Bits a byte that ``xz -9e`` needs for ``text`` alone, its container of about 70 bytes included."""
+    """Bits for each byte that ``xz -9e`` needs for ``text`` alone, including its container of about 70 bytes."""
     data = text.encode()
     return 8 * len(lzma.compress(data, format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)) / len(data)
 
 
 def write_documents(texts: Mapping[str, str], folder: Path = DOCUMENTS) -> None:
-    """Writes each text to ``folder/name.txt`` as UTF-8 with Unix line ends."""
+    """Write each text to ``folder/name.txt`` as UTF-8 with Unix line ends."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / f"{name}.txt").write_bytes(text.encode())

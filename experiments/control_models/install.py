@@ -1,9 +1,9 @@
 """Put a trained control model into the package: bf16 weights, tokenizer, and a card with measured figures.
 
-Question: how well does what is shipped, not what was trained, predict text that it has not seen?
+Question: how well does the shipped model, in bf16 unlike the trained one, predict unseen text?
 Command: ``python -m experiments.control_models.install NAME`` after the training of the same name.
 Wall time: about 2 minutes on 2 cores.
-Expected: held-out bits a byte under those of ``xz -9e``, which the card states for every document.
+Expected: fewer held-out bits a byte than ``xz -9e``; the card has both for every document.
 """
 
 import json
@@ -28,17 +28,17 @@ WINDOW = 4096
 
 
 def install(name: str, out: Path, target: Path) -> None:
-    """Write the model ``name`` of a finished training in ``out`` to ``target``, measured.
+    """Write the model ``name`` of a finished training in ``out`` to ``target``, with a card of measured figures.
 
     Raises:
-        ValueError: the training in ``out`` has not come to its end.
+        ValueError: the training in ``out`` is not finished, or ``target`` is not a model.
     """
     config, recipe = CONTROLS[name]
     params, curve = restored(out, recipe, config)
     if curve[-1]["step"] != recipe.steps:
         raise ValueError(f"{out} is at step {curve[-1]['step']} of {recipe.steps}; run the training to its end")
     graphdef, _ = nnx.split(build(config))
-    # Matrices in bf16; vectors, which are gates and norms, in f32.
+    # Matrices are bf16; vectors, which belong to gates and norms, are f32.
     model = nnx.merge(graphdef, jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.ndim > 1 else p, params))
     model.tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     made = out / "installed"
@@ -54,9 +54,9 @@ def install(name: str, out: Path, target: Path) -> None:
 
 
 def held_out_loss(model: jd.Decoder, text: str) -> tuple[float, int]:
-    """Mean nats a token of a text in windows of WINDOW tokens, each from an empty carry, and how many were predicted.
+    """Mean loss in nats of a text, in windows of WINDOW tokens from empty carries, and the number of predicted tokens.
 
-    The first is predicted from a separator, every other window's first from the last token of the one before.
+    The first token is predicted from a separator, the first of every later window from the last token before it.
     """
     tokens = data.training_stream(model.tokenizer, [text])[:-1].astype(np.int32)
     starts = range(0, len(tokens) - 1, WINDOW)
@@ -71,7 +71,7 @@ def held_out_loss(model: jd.Decoder, text: str) -> tuple[float, int]:
 
 
 def card(name: str, model: jd.Decoder, curve: list[dict], held_out) -> str:
-    """The text of the card, with bits a byte measured on the shipped weights."""
+    """The text of the card, with bits a byte of the shipped weights."""
     c, recipe = CONTROLS[name]
     rows, bits, xz_bits, size = [], 0.0, 0.0, 0
     for document in held_out:

@@ -1,17 +1,17 @@
 """Train an embedded control model: ``control``, a small Qwen3.5, or ``control-product``, a small Gated DeltaProduct.
 
-Question: is there a model of exactly this architecture, small enough to ship, that predicts text it has not seen
-    clearly better than a general compressor, and that uses its memory beyond a segment of 256 tokens?
+Question: is there a model of exactly this architecture, small enough to ship, that predicts unseen text clearly better
+    than a general compressor, and that uses its states beyond a segment of 256 tokens?
 Command: ``python -m experiments.control_models.train NAME``, then ``python -m experiments.control_models.install
-    NAME`` to put the result into the package. Continues where it was when run again.
-Wall time: control 98 minutes on 2 CPU cores that had other work too (bf16 products, f32 parameters); 1.0 s a short step
-    alone. control-product 54 minutes of CPU time.
+    NAME`` to put the result into the package. Resumes when run again.
+Wall time: control 98 minutes on 2 CPU cores that had other work too (bf16 products, f32 parameters); on idle cores a short
+    step takes 1.0 s. control-product 54 minutes of CPU time.
 Expected: control 1.96 and control-product 2.03 held-out bits a byte, where ``xz -9e`` needs 2.71; the cards of the
     installed models have the figures.
 
-Texts are one stream with separators. Windows of 512 tokens first, then a share of steps at 4,096, so that positions and
-states as long as those of the embedded documents are met in training. AdamW (Loshchilov and Hutter, arXiv 1711.05101) with
-a warm-up and a cosine.
+Texts are one stream with separators. Training has windows of 512 tokens, and of 4,096 in the last steps, so that it
+includes positions and states as in the embedded documents. The optimizer is AdamW (Loshchilov and Hutter, arXiv 1711.05101)
+with a warm-up and a cosine schedule.
 """
 
 import argparse
@@ -49,7 +49,7 @@ CONTROL = Qwen3_5Config(
     max_position=8192,
 )
 
-# No attention: all that it remembers of a text is in the states. beta reaches 2, so that a factor can reflect.
+# No attention: all that it knows of earlier text is in the states. beta reaches 2, so that a factor can reflect.
 CONTROL_PRODUCT = DeltaLMConfig(
     family="gated_deltaproduct",
     vocab_size=data.VOCAB_SIZE,
@@ -75,11 +75,11 @@ class Recipe:
 
     Attributes:
         steps: optimizer steps, each of ``batch_tokens`` predicted tokens.
-        batch_tokens: tokens a step.
+        batch_tokens: predicted tokens of a step.
         window: tokens of a training window.
         long_window: tokens of a window in the last ``long_share`` of the steps.
         long_share: share of steps with long windows.
-        learning_rate: peak; falls to a tenth by a cosine.
+        learning_rate: at the peak; a cosine lowers it to a tenth.
         warmup: steps of linear warm-up.
         weight_decay: on matrices alone.
         seed: of parameters and windows.
@@ -115,7 +115,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def mean_loss(graphdef, params, windows):
-    """Mean nats a token of windows [B, T + 1], each from an empty carry, with bf16 matrices."""
+    """Mean next-token loss in nats of windows [B, T + 1], each from an empty carry, with bf16 matrices."""
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.ndim > 1 else p, params)
     model = nnx.merge(graphdef, params)
     tokens, targets = windows[:, :-1], windows[:, 1:]
@@ -161,7 +161,7 @@ def train(recipe: Recipe, config: DecoderConfig, stream: np.ndarray, held_out: n
 
 
 def restored(out: Path, recipe: Recipe, config: DecoderConfig):
-    """Parameters and loss curve of the training in ``out``, as far as it came."""
+    """Parameters and loss curve of the training in ``out``, finished or not."""
     params = nnx.split(build(config))[1]
     _, curve, (params, _) = _restore(out / SAVED, recipe, (params, optimizer(recipe).init(params)))
     return params, curve
@@ -187,7 +187,7 @@ def _restore(path: Path, recipe: Recipe, tree):
 
 
 def arguments_of(description: str) -> argparse.ArgumentParser:
-    """The arguments that training and installation share: which model, and the folder of its training."""
+    """The parser of the arguments that training and installation share: model, and folder of the training."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("name", choices=list(CONTROLS))
     parser.add_argument("--out", type=Path, help="folder of the training (default: results/NAME)")

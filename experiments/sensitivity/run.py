@@ -1,16 +1,16 @@
 """Which estimate of a removal's effect can be trusted, and for what?
 
-For the embedded held-out documents: sensitivity maps of the control model, then measured removals on the same tokens, of
-directions of one boundary's states (96 drawn at random, the same in every document), of every head's output and state, and
-of layers. Besides first order and Fisher, the costly estimates are made for the directions.
+For the embedded held-out documents this computes sensitivity maps of the control model, and then measures removals on the
+same tokens: of directions of the states at one boundary (96 random ones, the same in every document), of every head's
+output and state, and of layers. For directions it also computes the costly estimates.
 
     python -m experiments.sensitivity.run            17 minutes of CPU time; continues where it was killed
     python -m experiments.sensitivity.plot           reads only what the run wrote
 
-Expected: of heads' outputs first order has no rank correlation with the measurement, and the default estimate 0.93 with a
-sum within 5 %; directions are ranked by first order as well, but for a few strong ones that only integrated gradients get
-right. The control model has 8 layers and 2 million parameters and is far from converged: at one that fits its text, first
-order of directions should carry less.
+Expected: for heads' outputs the first order has no rank correlation with the measurement, the default estimate has 0.93 and
+a sum within 5 %. For directions the first order ranks well too, except for a few strong ones that only integrated gradients
+get right. The control model has 8 layers and 2 million parameters and is far from converged; for a model that fits its text
+the first order of directions should tell less.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python -m experiments.sensitivity.speed                               control model, 2,048 tokens
     python -m experiments.sensitivity.speed --model full --segments 4     random weights of the 0.8B size, float32
 
-Times a segmented run, a first-order map and a map with Fisher samples in turn on the same tokens, and prints their ratios;
-expected: a map at most 4 times a run, a sample at most 3.5 times. Then each of 2, 4, 8 and 16 segments in a process of its
-own, for its peak memory, all with the key/value cache of the most segments, hence by the same compiled programs; expected:
-growth by the boundaries' carries and the maps alone.
+Times a segmented run, a first-order map and a map with Fisher samples in turn on the same tokens, and prints their ratios.
+Expected: a map costs at most 4 runs, each sample at most 3.5. Then measures peak memory for maps of 2, 4, 8, 16 segments,
+each in its own process, with the cache of 16 segments and so with the same compiled programs. Expected: memory grows only
+by the carries of the boundaries and by the maps.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def seconds(call) -> float:
 
 
 def time_ratios(model: jd.Decoder, tokens: np.ndarray, samples: int, repeats: int) -> None:
-    """Print the cost of maps as ratios to a run, and what one map replaces."""
+    """Print the cost of maps relative to a run, and what one map replaces."""
     calls = [
         lambda: jd.run(model, tokens[None]),
         lambda: sensitivity(model, tokens, samples=0),
@@ -61,10 +61,10 @@ def time_ratios(model: jd.Decoder, tokens: np.ndarray, samples: int, repeats: in
 
 
 def peak(arguments: argparse.Namespace, segments: int) -> int:
-    """Peak resident memory of a process that makes one map of so many segments."""
+    """Peak resident memory, in bytes, of a process that makes one map of this many segments."""
     command = [sys.executable, "-m", "experiments.sensitivity.speed", "--child", str(segments)]
     command += ["--model", arguments.model, "--dtype", arguments.dtype, "--memory", *map(str, arguments.memory)]
-    # An allocator that keeps what is freed blurs the peak by tens of MiB.
+    # An allocator that keeps freed memory blurs the peak by tens of MiB.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     return int(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.split()[-1])
 

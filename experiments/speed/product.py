@@ -1,4 +1,4 @@
-"""What does a second Householder step a token cost?
+"""What does a second Householder step for each token cost?
 
     python -m experiments.speed.product                             heads of 128 x 128, 256 tokens
     python -m experiments.speed.product --key-dim 32 --heads 4      the control model's

@@ -4,9 +4,9 @@ Command: ``python -m experiments.speed.segments [--reference-python PYTHON]``
 Wall time: about 4 minutes on 2 cores, 10 GiB of memory; the reference needs torch and transformers >= 5.24.
 Expected: 1.1 to 1.2 times as fast, at 256 tokens, f32.
 
-Both sides load one random checkpoint of 752,393,024 parameters in a process of their own and take turns: a segment here,
-the same segment there, so that whatever else the machine does falls on both. Each runs a text on through its cache from an
-empty one and gives the loss of every token. The first segment of each is left out (compilation, first touch of memory).
+Both sides load the same random checkpoint of 752,393,024 parameters in separate processes and take turns: a segment here,
+the same segment there, so that other load on the machine affects both. Each starts with an empty cache, continues the text
+through it, and gives the loss of every token. The first segment of each is left out (compilation, first touch of memory).
 """
 
 import argparse

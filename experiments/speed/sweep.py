@@ -5,7 +5,7 @@ Wall time: seconds on an accelerator; on 2 CPU cores ``--documents 1 --length 51
 Aim on one H200 (random weights, bf16): 1.0 s for 8 documents of 16,384 tokens at r = 12 after compilation, 0.5 s for one,
 12 s for 8 documents x 11 ranks. No figure has been taken on a GPU yet.
 
-Prints the compile time of the segment function, then runs ``--repeats`` + 1 times, and the bytes that this took.
+Prints the compile time of the segment function, the times of ``--repeats`` + 1 runs, and the peak memory.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""How long does it take to cut the states of a boundary, by each method, cold and warm?
+"""How long does it take to truncate the states of a boundary, by each method, cold and warm?
 
 Command: ``python -m experiments.speed.truncation [--states 288,2304,25344] [--rank 12]``
 Wall time: under a minute on 2 cores for 288 states.
 Expected on one H200: 288 states of 128 x 128 in at most 1 ms, 25,344 in at most 25 ms, by warm-started subspace iteration,
 with a retained energy within 1e-5 of exact.
 
-States have geometric spectra with effective ranks from 4 to 62; those of Qwen3.5-0.8B run from 1 to 44. "Warm" starts from
-the basis of the boundary before, from which the states have moved by a tenth of their norm. Methods take turns; medians.
+States have geometric spectra with effective ranks from 4 to 62; those of Qwen3.5-0.8B are 1 to 44. "Warm" starts from the
+basis of the boundary before, since which the states have changed by a tenth of their norm. Methods take turns; times are
+medians.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The cells of the grid, the model of each, and the recipe that all share."""
+"""The cells of the grid, their models, and the recipe that all share."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,12 +13,12 @@ GROUPS = ("Z2", "Z3", "Z7", "S3", "S4", "A5", "S5", "S5_limit_2", "S5_limit_3", 
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of model on one group; of every cell many seeds are trained.
+    """One kind of model on one group. Many seeds are trained for each cell.
 
     Attributes:
         group: a name that ``group_of`` knows.
         num_householder: n_h.
-        negative_eigenvalues: whether beta reaches 2, eigenvalues [-1, 1], or 1, [0, 1].
+        negative_eigenvalues: whether beta reaches 2 (eigenvalues in [-1, 1]) or 1 (in [0, 1]).
         forget_gate: whether the state decays.
 
     Raises:
@@ -38,27 +38,27 @@ class Cell:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How every cell is trained, those that should fail as those that should not.
+    """How cells are trained: the same for those that should fail and those that should not.
 
     Attributes:
         width: D of the one layer.
         mlp_width: F.
         num_heads: H.
         head_dim: K and V.
-        stages: (length of words, steps) one after the other; the last length is the trained one.
-        batch: words a step and seed.
+        stages: (length of words, steps), in order; the last length is called the trained one.
+        batch: words for each step and seed.
         learning_rate: of AdamW, constant.
         b2: of AdamW.
         weight_decay: on matrices alone.
-        clip: norm of a seed's gradient.
-        average: share of the exponential average of the parameters that a step leaves; the average is what is measured.
+        clip: largest norm of a seed's gradient.
+        average: share of the exponential average of parameters that a step keeps; the average is what is measured.
         every: steps between validations; divides the steps of every stage.
         validated: words of a validation.
         tested: fresh words of the final test.
-        threshold: share of words without a single wrong product from which a seed has solved the task.
+        threshold: share of words without a wrong product that a seed needs to have solved the task.
 
     Raises:
-        ValueError: no stages, or stages that validations do not divide.
+        ValueError: no stages, or ``every`` does not divide the steps of a stage.
     """
 
     width: int = 64
@@ -86,10 +86,10 @@ class Recipe:
 
     @classmethod
     def of(cls, changes: dict[str, Any]) -> "Recipe":
-        """The recipe with changes as JSON has them.
+        """The recipe with changes, given as JSON values.
 
         Raises:
-            ValueError: a field that a recipe has not, or stages that do not fit.
+            ValueError: an unknown field, or stages that do not fit.
         """
         unknown = changes.keys() - {field.name for field in fields(cls)}
         if unknown:
@@ -99,17 +99,17 @@ class Recipe:
 
     @property
     def length(self) -> int:
-        """Of the words trained last."""
+        """The trained length: that of the words of the last stage."""
         return self.stages[-1][0]
 
     @property
     def long_length(self) -> int:
-        """Four times that: the length to which a seed should carry on."""
+        """Four times the trained length, to which a seed should extrapolate."""
         return 4 * self.length
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The length of the words of each round, the steps between two validations."""
+        """Length of the words in each round; a round is the steps between two validations."""
         return tuple(length for length, steps in self.stages for _ in range(steps // self.every))
 
 
@@ -141,7 +141,7 @@ def config_of(cell: Cell, recipe: Recipe) -> DeltaLMConfig:
 
 
 def configuration(cells: Sequence[Cell], recipe: Recipe, seeds: Sequence[int]) -> dict[str, Any]:
-    """What decides the results, as JSON has it."""
+    """What the results depend on, as JSON values."""
     return {
         "experiment": "state_tracking",
         "cells": [asdict(cell) for cell in cells],

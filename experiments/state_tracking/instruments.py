@@ -2,15 +2,15 @@
 
 Question: does the head that solves the task move as many directions as the representation has, do its transitions
     multiply as the group does, and as which representation?
-Command: ``python -m experiments.state_tracking.instruments``, after ``run``; looks at each seed that has solved the
-    trained length.
+Command: ``python -m experiments.state_tracking.instruments``, after ``run``; for each seed that has solved the trained
+    length.
 Wall time: one minute for the 50 seeds of the small grid, on a CPU.
 Expected: S3 with n_h = 2: every seed has a head whose two most moved directions carry the two-dimensional irreducible
-    representation once (homomorphism error 0.02 to 0.03, above 0.1 on the third), and seven a second one with the sign,
-    where the keys of either head span all 8 dimensions above rounding and 2 to 5 effective ones. Z2 with n_h = 1: a head
-    with the sign in nine seeds, just missed in the tenth; what solves 128 tokens keeps more than 0.993 of it a token,
-    what does not mostly less. With more steps than needed the directions moved most are not always those that carry the
-    representation, and the instruments find it in fewer heads.
+    representation once (homomorphism error 0.02 to 0.03, above 0.1 on the third), and seven seeds have a second head with
+    the sign; the keys of either head span all 8 dimensions above rounding, and 2 to 5 effective ones. Z2 with n_h = 1: a
+    head with the sign in nine seeds, just missed in the tenth; seeds that solve 128 tokens keep more than 0.993 of it at
+    each token, the others mostly less. With more steps than needed, the directions moved most are not always those that
+    carry the representation, so the instruments find it in fewer heads.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from jaxdelta.results.documents import Item, rows_of
 from jaxdelta.results.folder import Results
 from jaxdelta.tasks.state_tracking import words
 
-COUNT, LENGTH = 64, 64  # words on which heads are ablated and states are made
+COUNT, LENGTH = 64, 64  # words for ablations and states
 
 
 def measure(folder: Path) -> pa.Table:
@@ -71,14 +71,14 @@ def measure(folder: Path) -> pa.Table:
 
 
 def table_of(rows: list[dict]) -> pa.Table:
-    """Rows as a table; a column of nothing but None is of numbers too, so that the tables of seeds fit together."""
+    """Rows as a table; columns with only None are numbers too, so that the tables of all seeds fit together."""
     table = pa.Table.from_pylist(rows)
     types = [pa.float64() if pa.types.is_null(field.type) else field.type for field in table.schema]
     return table.cast(pa.schema(list(zip(table.column_names, types, strict=True))))
 
 
 def instruments(group: Group, model: Decoder) -> list[dict]:
-    """A row for each head of a one-layer model: what the task needs of it, what it moves, and as what that multiplies."""
+    """A row for each head of a one-layer model: whether the task needs it, what it moves, and what that represents."""
     drawn = words(group, count=COUNT, length=LENGTH, seed=(TEST, 1))
     accuracies = head_accuracies(model, *drawn)
     steps = token_steps(model)

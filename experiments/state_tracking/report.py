@@ -39,7 +39,7 @@ def solved_table(rows: pa.Table) -> Sheet:
 
 
 def instrument_table(rows: pa.Table) -> Sheet:
-    """What the heads that the task needs do, a line for each of them of each seed that solves it."""
+    """What the heads that the task needs do: a line for each of them, for each seed that solves it."""
     view = Sheet(
         f"Heads without which more than {NEEDED:.0%} of the tokens go wrong",
         caption="without, alone: tokens right when this head, or all others, are silent; keys: numerical and effective\n"
@@ -58,7 +58,7 @@ def instrument_table(rows: pa.Table) -> Sheet:
 
 
 def irreps_text(counts: Sequence[float], dimensions: Sequence[int]) -> str:
-    """Irreducible representations that occur, "0.98 2a"; the letter numbers those of a dimension, 1a is the trivial one."""
+    """Irreducible representations that occur, such as "0.98 2a": multiplicity, dimension, letter; 1a is the trivial one."""
     names = [f"{d}{chr(ord('a') + list(dimensions[:i]).count(d))}" for i, d in enumerate(dimensions)]
     return " + ".join(f"{n:.2f} {name}" for n, name in zip(counts, names, strict=True) if abs(n) > 0.05) or "-"
 
@@ -75,7 +75,7 @@ def _instrument_cells(row: dict) -> list[str]:
 
 
 def by_cell(rows: pa.Table) -> dict[tuple, list[dict]]:
-    """Rows of each cell, in the order of the rows."""
+    """Rows by cell, in the order of ``rows``."""
     cells = defaultdict(list)
     for row in rows.to_pylist():
         cells[tuple(row[name] for name in CELL)].append(row)

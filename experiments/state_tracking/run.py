@@ -1,19 +1,19 @@
-"""How many Householder steps a token does a group take?
+"""How many Householder steps for each token does a group need?
 
-Question: a one-layer Gated DeltaProduct can carry a representation rho of a group with n_h = max rank(rho(g) - I) steps a
-    token, and with eigenvalues down to -1. Does training find it, in how many of ten seeds, and does anything less do?
+Question: with n_h = max rank(rho(g) - I) steps and eigenvalues down to -1, a one-layer Gated DeltaProduct can carry a
+    representation rho of a group. Does training find it, in how many of ten seeds, and is less enough?
 Command: ``python -m experiments.state_tracking.run`` trains Z2 and S3 with n_h of 1 to 3 and eigenvalues [0, 1] and
     [-1, 1], no forget gate, ten seeds each. ``--groups all --steps 1 2 3 4 5 --forget-gate both`` is the whole grid, for
-    a GPU. Continues where it was killed, with the same results. Then ``instruments`` looks inside of what was learnt, and
-    ``plot`` draws.
+    a GPU. Resumes with the same results if killed. Afterwards ``instruments`` examines what was learnt, and ``plot`` draws.
 Wall time: 112 minutes on 2 CPU cores that had other work too. The whole grid has not been run; its time is not known.
-Expected: [0, 1] none. [-1, 1] and fewer steps than predicted (S3 with n_h = 1): none. From the predicted n_h on all ten
-    seeds solve 32 tokens, and of ten 5, 3, 6 (Z2 with n_h = 1, 2, 3) and 7, 8 (S3 with n_h = 2, 3) also 128.
+Expected: no seed solves its task with eigenvalues [0, 1], or with [-1, 1] and fewer steps than predicted (S3 with n_h = 1).
+    From the predicted n_h on, all ten seeds solve 32 tokens; 5, 3 and 6 of ten (Z2 with n_h = 1, 2, 3) and 7 and 8 of ten
+    (S3 with n_h = 2, 3) also solve 128.
 
-Each seed trains on fresh words, short ones first, all cells by the same recipe (``cells.Recipe``) at a constant learning
-rate in f32; what is measured is the exponential average of its parameters. A seed has solved a length if it names all
-prefix products of at least 99 % of 512 fresh words of that length. A cell ends early when the kept parameters of all its
-seeds pass this on the 128 validation words at both lengths, the trained one and four times that, else with the last step.
+All cells have the same recipe (``cells.Recipe``): fresh words, short ones first, a constant learning rate, f32. Measured is
+the exponential average of the parameters. A seed has solved a length if it names all prefix products of at least 99 % of
+512 fresh words of that length. A cell ends early when the kept parameters of all its seeds pass this on the 128 validation
+words at both lengths, the trained one and four times that.
 """
 
 import argparse
@@ -36,7 +36,7 @@ CHOICES = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
 def run(cells: list[Cell], recipe: Recipe, seeds: tuple[int, ...], folder: Path) -> pa.Table:
-    """Train what is missing in ``folder``; the rows of all seeds of all cells."""
+    """Train what is missing in ``folder``; returns the rows of all seeds of all cells."""
     results = Results(folder, configuration(cells, recipe, seeds))
     for name in ("training", "parameters"):
         (folder / name).mkdir(exist_ok=True)
@@ -57,7 +57,7 @@ def run(cells: list[Cell], recipe: Recipe, seeds: tuple[int, ...], folder: Path)
 
 
 def seed_rows(cell: Cell, recipe: Recipe, seeds: tuple[int, ...], progress: Progress) -> pa.Table:
-    """A row for each seed: the cell, the prediction, and what its kept parameters do on fresh words."""
+    """A row for each seed: the cell, the predicted n_h, and accuracies of its kept parameters on fresh words."""
     whole = vars(cell) | {
         "predicted": predicted_householder(group_of(cell.group)),
         "length": recipe.length,
@@ -71,7 +71,7 @@ def seed_rows(cell: Cell, recipe: Recipe, seeds: tuple[int, ...], progress: Prog
 
 
 def parameters_file(folder: Path, index: int) -> Path:
-    """Where the parameters of a cell are."""
+    """The file with the parameters of a cell."""
     return folder / "parameters" / f"{index:04d}.npz"
 
 

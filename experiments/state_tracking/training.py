@@ -1,7 +1,7 @@
 """All seeds of a cell at once: one compiled program, rounds of steps and validations, resumable after each.
 
-A round is ``Recipe.every`` steps, each on fresh words of each seed, and a validation. Whatever the moment at which a
-training is killed, it ends with the parameters of one that was not: words are numbered by seed and round.
+A round is ``Recipe.every`` steps, each on fresh words for each seed, and a validation. A killed training resumes and ends
+with the parameters of an uninterrupted one, because words depend only on seed and round.
 """
 
 import json
@@ -25,11 +25,11 @@ from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.runs.segments import rebuilt
 from jaxdelta.tasks.state_tracking import Words, words
 
-TRAINING, VALIDATION, TEST = range(3)  # streams of words that have none in common
+TRAINING, VALIDATION, TEST = range(3)  # independent streams of words
 
 
 class Trainee(NamedTuple):
-    """What a step changes; every leaf has the seeds in front.
+    """What a step changes; the first axis of every leaf is seeds.
 
     Attributes:
         params: of the models.
@@ -43,13 +43,13 @@ class Trainee(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """A training between two rounds; every leaf of a tree has the seeds in front.
+    """A training between two rounds; the first axis of every leaf of a tree is seeds.
 
     Attributes:
-        rounds: finished ones.
-        trainee: as it trains on.
-        kept: of each seed the average at its best validation, the latest of equals.
-        score: [seeds, 2] of that validation, the share of words without a mistake, at the long length and at the trained.
+        rounds: number of finished rounds.
+        trainee: what training continues from.
+        kept: average parameters of each seed at its best validation, the latest of equals.
+        score: [seeds, 2], share of words without a mistake in that validation, at the long and at the trained length.
         steps_to_solve: [seeds], steps after which the trained length was first solved; -1 where it was not.
     """
 
@@ -61,11 +61,11 @@ class Progress(NamedTuple):
 
 
 def train(cell: Cell, recipe: Recipe, seeds: tuple[int, ...], file: Path) -> Progress:
-    """Train until every seed's kept parameters have solved both lengths, or to the last stage's end; resumes from ``file``.
+    """Train until the kept parameters of every seed solve both lengths, or to the end; resumes from ``file``.
 
     Raises:
         FloatingPointError: a loss is not finite.
-        ValueError: ``file`` is another training's.
+        ValueError: ``file`` is of another training.
     """
     config = config_of(cell, recipe)
     about = json.dumps([asdict(cell), asdict(recipe), seeds])
@@ -96,17 +96,17 @@ def tested(cell: Cell, recipe: Recipe, params) -> dict[str, np.ndarray]:
 
 
 def model_of(cell: Cell, recipe: Recipe, params, seed: int) -> DeltaLM:
-    """The model of one seed, by its place."""
+    """The model of the seed with this index."""
     return rebuilt(config_of(cell, recipe), implementation_here(), jax.tree.map(lambda leaf: leaf[seed], params))
 
 
 def save_parameters(file: Path, params) -> None:
-    """Parameters of all seeds of a cell."""
+    """Write the parameters of all seeds of a cell."""
     _write(file, {f"leaf_{index}": np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(params))})
 
 
 def load_parameters(file: Path, cell: Cell, recipe: Recipe):
-    """What :func:`save_parameters` wrote."""
+    """Read what :func:`save_parameters` wrote."""
     structure = jax.tree.structure(nnx.state(build(config_of(cell, recipe))))
     with np.load(file) as saved:
         return jax.tree.unflatten(structure, [jnp.asarray(saved[f"leaf_{i}"]) for i in range(structure.num_leaves)])
@@ -134,7 +134,7 @@ def _round(cell: Cell, recipe: Recipe, config: DeltaLMConfig, seeds, progress: P
 def _fresh(config: DeltaLMConfig, recipe: Recipe, seeds: tuple[int, ...]) -> Progress:
     models = [nnx.state(build(config, rngs=nnx.Rngs(seed))) for seed in seeds]
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
-    average, kept = (jax.tree.map(jnp.copy, params) for _ in range(2))  # a step takes the trainee's own memory over
+    average, kept = (jax.tree.map(jnp.copy, params) for _ in range(2))  # a step donates the buffers of the trainee
     trainee = Trainee(params, jax.vmap(_optimizer(recipe).init)(params), average)
     return Progress(0, trainee, kept, np.zeros((len(seeds), 2)), np.full(len(seeds), -1))
 
@@ -155,7 +155,7 @@ def _training_words(cell: Cell, recipe: Recipe, seeds, round_: int) -> Words:
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _steps(config: DeltaLMConfig, implementation: Implementation, recipe: Recipe, trainee: Trainee, tokens, targets):
-    """A step for each leading entry of the words [steps, seeds, batch, T]; the trainee and the losses [steps, seeds]."""
+    """A step for each leading entry of words [steps, seeds, batch, T]; returns the trainee and losses [steps, seeds]."""
     optimizer = _optimizer(recipe)
 
     def step(trainee: Trainee, words):
@@ -178,7 +178,7 @@ def _loss(config: DeltaLMConfig, implementation: Implementation, params, tokens,
 
 
 def _right(cell: Cell, recipe: Recipe, params, stream: int, count: int) -> np.ndarray:
-    """Of each seed, on the same words of the long length, whether each product is right, [seeds, count, T]."""
+    """Whether each product is right, [seeds, count, T], on the same words of the long length for all seeds."""
     tokens, targets = words(group_of(cell.group), count=count, length=recipe.long_length, seed=(stream,))
     return np.asarray(_named(config_of(cell, recipe), implementation_here(), params, tokens)) == targets
 
@@ -189,7 +189,7 @@ def _named(config: DeltaLMConfig, implementation: Implementation, params, tokens
 
 
 def _faultless(right: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """The share of words without a mistake, [seeds, 2], up to the trained length and to the long one: a model is causal."""
+    """Share of words without a mistake, [seeds, 2], at the trained and the long length (prefixes, as models are causal)."""
     return np.stack([right[..., :length].all(axis=-1).mean(axis=1) for length in (recipe.length, recipe.long_length)], 1)
 
 

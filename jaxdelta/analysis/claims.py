@@ -1,4 +1,4 @@
-"""Claims beside what was measured of them; the verdict follows from the two."""
+"""Claims and the measured range of each; the verdict follows from both."""
 
 from typing import Literal, NamedTuple
 
@@ -9,8 +9,8 @@ class Line(NamedTuple):
     """A claim, ``claim relation claimed``, and the range measured for it.
 
     Attributes:
-        tolerance: of "=", beside rounding of the last digits printed.
-        low, high: smallest and largest value measured.
+        tolerance: largest deviation from ``claimed`` that "=" allows.
+        low, high: smallest and largest measured value.
     """
 
     claim: str
@@ -22,7 +22,7 @@ class Line(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether all that was measured is as claimed; NaN never is."""
+        """Whether all measured values are as claimed; False for NaN."""
         return {
             "=": bool(np.max(np.abs(np.array([self.low, self.high]) - self.claimed)) <= self.tolerance),
             "<=": self.high <= self.claimed,
@@ -32,20 +32,20 @@ class Line(NamedTuple):
 
 
 def equal(claim: str, claimed: float | int, measured, tolerance: float = 0.0) -> Line:
-    """Every value measured is ``claimed``."""
+    """Every measured value is ``claimed``, within ``tolerance``."""
     return Line(claim, "=", float(claimed), tolerance, float(np.min(measured)), float(np.max(measured)))
 
 
 def at_most(claim: str, claimed: float | int, measured) -> Line:
-    """No value measured exceeds ``claimed``."""
+    """No measured value exceeds ``claimed``."""
     return Line(claim, "<=", float(claimed), 0.0, float(np.min(measured)), float(np.max(measured)))
 
 
 def below(claim: str, claimed: float | int, measured) -> Line:
-    """Every value measured is below ``claimed``."""
+    """Every measured value is below ``claimed``."""
     return at_most(claim, claimed, measured)._replace(relation="<")
 
 
 def above(claim: str, claimed: float | int, measured) -> Line:
-    """Every value measured is above ``claimed``."""
+    """Every measured value is above ``claimed``."""
     return at_most(claim, claimed, measured)._replace(relation=">")

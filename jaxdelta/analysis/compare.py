@@ -1,6 +1,6 @@
-"""Losses of documents in worlds side by side: one intervention each, and the untouched run.
+"""Losses of documents in several worlds: one for each intervention, and the untouched one.
 
-A document is run by itself under each intervention, on the same tokens. :mod:`jaxdelta.analysis.sweep` is the case of
+Each document runs alone under each intervention, on the same tokens. :mod:`jaxdelta.analysis.sweep` is the special case of
 ranks, whose worlds share one program and one batch.
 """
 
@@ -36,9 +36,9 @@ class Difference(NamedTuple):
     """A world over all documents; losses are means over documents of mean nats a scored token.
 
     Attributes:
-        world: values of the columns that tell worlds apart.
+        world: values of the columns that identify the world.
         loss: of the world.
-        difference: from the untouched run.
+        difference: from the loss of the untouched world.
         stderr: of ``difference``, paired by document.
         percent: ``difference`` over the untouched loss.
     """
@@ -64,24 +64,27 @@ def compare(
     """Losses of every document under every intervention, and untouched.
 
     Args:
-        documents: texts (for the model's tokenizer), arrays of token ids, Documents, or a mapping from names to the former.
-        interventions: by label; one of None is the untouched run, which is made in any case.
+        documents: texts (for the model's tokenizer), arrays of token ids, Documents, or a mapping from names to texts or
+            ids.
+        interventions: by label; None is the untouched world, which always runs.
         segment: tokens between boundaries, fewer than the longest document has.
-        copy_gap: distance that makes a repeated bigram a copy token, in tokens.
-        out: results folder; what is finished there is not run again, further documents and interventions are added.
+        copy_gap: a copy token ends a bigram that occurred more than this many tokens earlier.
+        out: results folder; finished parts are not run again, new documents and interventions are added.
         name: of the model, for the manifest.
-        progress: called with the segments done and their total.
+        progress: called with the number of segments done and of all.
 
     Returns:
         One row per document x intervention: document, intervention (its label), num_boundaries (after which a token is
-        still predicted; where 0, nothing is changed), num_tokens (scored), loss, num_copy_tokens, copy_loss (null without
+        still predicted; with 0 nothing is changed), num_tokens (scored), loss, num_copy_tokens, copy_loss (null without
         copy tokens); losses in mean nats a scored token.
 
     Raises:
-        TypeError: interventions is no mapping, or holds something else.
+        TypeError: ``interventions`` is not a mapping to interventions, or another argument has the wrong type.
         ValueError: documents or segment out of bounds, an intervention that does not fit the model's states, or, with
             ``out``, one whose fields do not tell all that it does.
-        NonFiniteError, MemoryError, ResultsError: of the modules that raise them.
+        NonFiniteError: a NaN or an infinity; names document, label, layer and segment.
+        MemoryError: not even one document fits.
+        ResultsError: ``out`` cannot be used.
     """
     documents = as_documents(documents, model)
     segment, copy_gap = checked_sizes(documents, segment, copy_gap)
@@ -120,10 +123,10 @@ def compare(
 
 
 def checked_sizes(documents: Sequence[Document], segment: int, copy_gap: int) -> tuple[int, int]:
-    """Tokens of a segment and of a copy's distance as whole numbers.
+    """``segment`` and ``copy_gap``, checked.
 
     Raises:
-        TypeError: one of them is none.
+        TypeError: one of them is not a whole number.
         ValueError: one of them is out of bounds, or no document has a boundary.
     """
     segment, copy_gap = whole_number("segment", segment), whole_number("copy_gap", copy_gap)
@@ -134,10 +137,10 @@ def checked_sizes(documents: Sequence[Document], segment: int, copy_gap: int) ->
 
 
 def with_boundary(documents: Sequence[Document], segment: int) -> list[Document]:
-    """The documents that have a boundary after which something is predicted; what is said of boundaries is of these.
+    """The documents that have a boundary after which a token is predicted.
 
     Raises:
-        ValueError: none has one.
+        ValueError: there are none.
     """
     found = [d for d in documents if num_boundaries(len(d.tokens), segment)]
     if not found:
@@ -150,12 +153,12 @@ def with_boundary(documents: Sequence[Document], segment: int) -> list[Document]
 
 
 def padded_length(documents: Sequence[Document], segment: int) -> int:
-    """Tokens of the longest document, rounded up to whole segments: with it all share a compiled program."""
+    """Tokens of the longest document, rounded up to whole segments. With this length all share a compiled program."""
     return -(-max(len(d.tokens) for d in documents) // segment) * segment
 
 
 def of_losses(document: Document, losses: np.ndarray, segment: int, copy_gap: int) -> dict[str, Any]:
-    """The columns LOSSES of one world of a document, from its losses [N - 1 or more]."""
+    """The columns LOSSES of one world of a document, from its losses, at least N - 1."""
     mask = document.mask
     losses = losses[: len(mask)].astype(np.float64)
     copies = copy_mask(document.tokens, copy_gap) & mask
@@ -169,7 +172,7 @@ def of_losses(document: Document, losses: np.ndarray, segment: int, copy_gap: in
 
 
 def uncut(rows: pa.Table) -> list[str]:
-    """Names of the documents that are over before a state is cut: every world of theirs is the untouched one."""
+    """Names of the documents without a boundary, for which every world is the untouched one."""
     return list(dict.fromkeys(row["document"] for row in rows.to_pylist() if row["num_boundaries"] == 0))
 
 
@@ -181,14 +184,14 @@ def differences(
     copy_tokens: bool = False,
     with_uncut: bool = False,
 ) -> list[Difference]:
-    """Each world over all documents, in the order of the rows; of copy tokens over the documents that have any.
-
-    Documents without a boundary would thin the differences out; they are left out unless ``with_uncut``.
+    """Each world over all documents, in the order of the rows.
 
     Args:
-        rows: of :func:`compare` or of a sweep.
-        columns: that tell worlds apart.
-        untouched: their values in the untouched run; None is the first row's.
+        rows: from :func:`compare` or a sweep.
+        columns: columns that identify a world.
+        untouched: their values in the untouched world; None is those of the first row.
+        copy_tokens: use the losses of copy tokens, over the documents that have any.
+        with_uncut: include documents without a boundary, whose differences are zero.
     """
     left_out = set() if with_uncut else set(uncut(rows))
     column, count = ("copy_loss", "num_copy_tokens") if copy_tokens else ("loss", "num_tokens")

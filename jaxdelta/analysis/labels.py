@@ -1,8 +1,8 @@
-"""One meaning of each axis, in every table and dataset, and a description of every variable.
+"""The axes of all tables and datasets, each with one meaning, and descriptions of variables.
 
-layer          the model's layer                linear_layer   its index among the linear layers
+layer          model layer index                linear_layer   its index among the linear layers
 head           value head                       direction      of a state, the largest sigma first
-boundary       tokens seen when it is passed    segment        index, 0 the first
+boundary       tokens seen at the boundary      segment        index, from 0
 token          index in its document            document       name
 """
 
@@ -42,8 +42,7 @@ def head_coordinates(config: DecoderConfig) -> dict[str, Any]:
 
 
 def without_padding(config: DecoderConfig, data: xr.Dataset) -> xr.Dataset:
-    """``data`` over directions of stacked states, where layers differ in size: NaN for heads and directions that a layer
-    does not have, True in flags."""
+    """``data`` of stacked states with NaN (True in flags) for heads and directions that a smaller layer lacks."""
     shapes = [c.state for c in config.linear_sizes]
     if len(set(shapes)) < 2:
         return data
@@ -56,7 +55,7 @@ def without_padding(config: DecoderConfig, data: xr.Dataset) -> xr.Dataset:
 
 
 def labelled(data: xr.Dataset, descriptions: Mapping[str, tuple[str, str]]) -> xr.Dataset:
-    """``data`` with the ``long_name`` and ``units`` of every variable and coordinate.
+    """``data`` with ``long_name`` and ``units`` for every variable and coordinate; ``descriptions`` are of variables.
 
     Raises:
         KeyError: a variable without a description.

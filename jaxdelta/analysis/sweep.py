@@ -1,9 +1,9 @@
 """Rank sweep: what a model loses when its carried states keep r directions.
 
-Every document is run once for each rank, and once untouched. Each such run is a world, a row of one batch with its own rank
-array over [layer, head], so that all ranks share one compiled function. At every boundary S <- U_r U_r^T S for the heads in
-scope; the attention layers are never touched, and the cut compounds. The protocol is that of the state-rank study of
-Qwen3.5-0.8B: segments of 256 tokens, mean next-token loss, copy tokens apart.
+Every document runs once for each rank, and once untouched. Each of these is a world, a row of a batch with its own ranks
+over [layer, head], so that all ranks share one compiled function. At every boundary S <- U_r U_r^T S for the heads in
+scope, so truncations compound; attention layers are never changed. The protocol is that of the state-rank study of
+Qwen3.5-0.8B: segments of 256 tokens, mean next-token loss, copy tokens reported separately.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ SCHEMA = pa.schema([("document", pa.string()), ("rank", pa.int32()), ("layer", p
 
 
 class World(NamedTuple):
-    """One run of a document: ``rank`` directions in the heads of scope, everything else untouched.
+    """What is truncated: the heads in scope keep ``rank`` directions, everything else is untouched.
 
-    ``layer`` is an index into the model's layers, ``head`` into the value heads; None is all of them.
+    ``layer`` is a model layer index, ``head`` a value head; None is all.
     """
 
     rank: int
@@ -58,30 +58,34 @@ def sweep(
     """Losses of every document at every rank, and untouched.
 
     Args:
-        documents: texts (for the model's tokenizer), arrays of token ids, Documents, or a mapping from names to the former.
-        ranks: directions kept at every boundary, 1 .. min(K, V); the untouched rank min(K, V) is always run.
+        documents: texts (for the model's tokenizer), arrays of token ids, Documents, or a mapping from names to texts or
+            ids.
+        ranks: directions kept at every boundary, 1 .. min(K, V); the untouched rank min(K, V) always runs.
         segment: tokens between boundaries, fewer than the longest document has.
-        scope: "all" cuts all heads at once, "layer" one linear layer at a time, "head" one head at a time.
-        layers: linear layers of the model that a narrower scope goes through; None is all of them.
-        heads: value heads that the scope "head" goes through; None is all of them.
-        copy_gap: distance that makes a repeated bigram a copy token, in tokens.
+        scope: "all" truncates all heads at once, "layer" one linear layer at a time, "head" one head at a time.
+        layers: model layer indices for the scopes "layer" and "head"; None is all linear layers.
+        heads: value heads for the scope "head"; None is all.
+        copy_gap: a copy token ends a bigram that occurred more than this many tokens earlier.
         method: of the truncation, see :func:`jaxdelta.ops.low_rank.truncate`.
-        batch: rows (document x world) run together; None takes as many as fit the memory.
-        out: results folder; what is finished there is not run again, further documents and ranks are added.
+        batch: rows (document x world) of a batch; None is as many as fit the device's memory.
+        out: results folder; finished parts are not run again, new documents and ranks are added.
         name: of the model, for the manifest.
         progress: called with the segments x rows done and their total.
 
     Returns:
         One row per document x world: document, rank, layer (the model's) and head (null where the scope is wider),
-        num_boundaries (after which a token is still predicted; where 0, nothing is cut), num_tokens (scored), loss,
+        num_boundaries (after which a token is still predicted; with 0 nothing is truncated), num_tokens (scored), loss,
         num_copy_tokens, copy_loss (null without copy tokens); losses in mean nats a scored token.
 
     Raises:
-        ValueError: ranks, layers, heads, documents or segment out of bounds; ``ResultsError``, ``NonFiniteError`` and
-            ``MemoryError`` of the modules that raise them.
+        TypeError: an argument is of another type, for example a rank that is not a whole number.
+        ValueError: ranks, scope, layers, heads, documents or segment out of bounds.
+        NonFiniteError: a NaN or an infinity; names document, rank, layer and segment.
+        MemoryError: not even one row fits.
+        ResultsError: ``out`` cannot be used.
 
-    The width of the subspace follows from the largest rank of the call, so a row may differ within the truncation's
-    tolerance from that of a sweep over other ranks.
+    The width of the subspace depends on the largest rank of the call, so a row may differ from that of a sweep over other
+    ranks, within the tolerance of the truncation.
     """
     documents = as_documents(documents, model)
     segment, copy_gap = checked_sizes(documents, segment, copy_gap)
@@ -94,7 +98,7 @@ def sweep(
     count = len(documents) * len(worlds)
     if batch is None:
         needed = capacity.run_memory(config, dtype=model.dtype.name, segment=segment, max_length=length)
-        # One document's worlds keep a CPU busy, and a run that is killed loses no more than these.
+        # The worlds of one document keep a CPU busy, and a killed call loses at most these.
         batch = capacity.rows_that_fit(needed, count if capacity.has_own_memory() else len(worlds))
     max_rank = largest_rank([world.rank for world in worlds], config.max_rank)
     results = opened(out, model, name, "sweep", segment=segment, copy_gap=copy_gap, method=method)
@@ -122,11 +126,12 @@ def make_worlds(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[World]:
-    """The untouched world, then one for each rank and each part in scope.
+    """The untouched world, then one for each rank and each part of the scope; arguments as in :func:`sweep`.
 
     Raises:
-        ValueError: no rank, one outside of 1 .. min(K, V), an unknown scope, or layers or heads that the model does not
-            have or the scope does not go through.
+        TypeError: ranks, layers or heads are not whole numbers.
+        ValueError: no rank, a rank outside 1 .. min(K, V), an unknown scope, or layers or heads that the model lacks or
+            that the scope does not use.
     """
     if scope not in ("all", "layer", "head"):
         raise ValueError(f"scope is {scope!r}; expected all, layer or head")
@@ -162,7 +167,7 @@ def make_worlds(
 
 
 def rank_array(config: DecoderConfig, world: World) -> np.ndarray:
-    """Directions kept, int [L, H], of a world."""
+    """Directions kept in a world, int [L, H]."""
     rank = np.full((len(config.linear_layers), config.largest_state.heads), config.max_rank, np.int32)
     layer = slice(None) if world.layer is None else config.linear_layers.index(world.layer)
     rank[layer, slice(None) if world.head is None else world.head] = world.rank

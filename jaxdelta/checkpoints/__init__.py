@@ -1,4 +1,7 @@
-"""Checkpoints in and out: a local folder in Hugging Face's format, a hub id, or an embedded model. No torch, no pickle."""
+"""Loading and saving checkpoints: a local folder in Hugging Face's format, a hub id, or an embedded model.
+
+Neither torch nor pickle is used.
+"""
 
 import hashlib
 import json
@@ -36,7 +39,7 @@ __all__ = ["CheckpointError", "Info", "Origin", "embedded_models", "inspect", "l
 ASSETS = Path(__file__).parents[1] / "assets"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 STORED = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-KEY_TABLES = {Qwen3_5Config: qwen3_5, DeltaLMConfig: delta_lm}  # of a configuration
+KEY_TABLES = {Qwen3_5Config: qwen3_5, DeltaLMConfig: delta_lm}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER, *tokenizer.FILES]
 
@@ -47,10 +50,10 @@ class Origin:
 
     Attributes:
         name: as given to :func:`load`.
-        folder: the local folder it was read from.
-        revision: commit of a hub download, None for a local folder.
-        raw_config: the whole ``config.json``.
-        stored_dtypes: stored dtype of each tensor, by its name without prefix.
+        folder: local folder from which it was read.
+        revision: commit of a hub download; None for a local folder.
+        raw_config: content of ``config.json``.
+        stored_dtypes: stored dtype of each tensor, by name without prefix.
     """
 
     name: str
@@ -68,19 +71,19 @@ class Origin:
 
 @dataclass(frozen=True)
 class Info:
-    """What a checkpoint is, without loading its weights.
+    """Facts about a checkpoint, found without loading its weights.
 
     Attributes:
         config: sizes.
-        folder: where it lies.
-        revision: commit of a hub download.
+        folder: local folder that holds it.
+        revision: commit of a hub download; None for a local folder.
         num_parameters: of the text model.
         num_tensors: tensors that would be loaded.
-        ignored: names of ignored tensors by group.
-        stored_dtypes: number of loaded tensors by stored dtype.
-        files: names of the files that the weights are read from.
-        unread: names of safetensors files beside them.
-        tokenizer_files: names of the files that the tokenizer is read from; none where there is no tokenizer.
+        ignored: names of ignored tensors, by group.
+        stored_dtypes: number of loaded tensors, by stored dtype.
+        files: names of the files with the weights.
+        unread: names of other safetensors files in the folder.
+        tokenizer_files: names of the files of the tokenizer; empty without a tokenizer.
     """
 
     config: DecoderConfig
@@ -109,11 +112,12 @@ def load(name: str | os.PathLike, *, dtype: str = "float32", revision: str | Non
 
     Args:
         name: an embedded model, a local folder, or a hub id (``owner/name``, downloaded once).
-        dtype: "float32" or "bfloat16", of parameters and activations; A_log, dt_bias, norms and states are f32 in any case.
-        revision: of a hub id: branch, tag or commit.
+        dtype: "float32" or "bfloat16", of parameters and activations; A_log, dt_bias, norms and states are always f32.
+        revision: branch, tag or commit of a hub id.
 
     Raises:
-        CheckpointError: nothing is found there, or it is not what it says; the message names the file or the tensor.
+        CheckpointError: no checkpoint is found, or it is incomplete, inconsistent or of an unsupported kind; names the file
+            or the tensor.
         ValueError: an unknown dtype.
     """
     if dtype not in DTYPES:
@@ -134,13 +138,14 @@ def load(name: str | os.PathLike, *, dtype: str = "float32", revision: str | Non
 
 
 def save(model: Decoder, path: str | os.PathLike) -> None:
-    """Write ``model`` as a text-only checkpoint that transformers or fla reads, each tensor in the dtype it was stored in.
+    """Write ``model`` as a text-only checkpoint that transformers or fla reads.
 
-    A model that was not loaded is stored in its own dtypes. The weights appear under their name only when complete.
+    Tensors of a loaded model are written in the dtype in which they were stored, others in their own. The weights get their
+    name only when complete.
 
     Raises:
         FileExistsError: the folder already holds a checkpoint.
-        ValueError: sizes that the family's format cannot say.
+        ValueError: the family's format cannot express these sizes.
     """
     folder, table = Path(path), KEY_TABLES[type(model.config)]
     fields = table.config_to_json(model.config, model.origin.raw_config if model.origin else None)
@@ -164,7 +169,11 @@ def save(model: Decoder, path: str | os.PathLike) -> None:
 
 
 def inspect(name: str | os.PathLike, *, revision: str | None = None) -> Info:
-    """What :func:`load` would load, read from the configuration and the headers of the weights; raises as it does."""
+    """Facts on what :func:`load` would load, from the configuration and the headers of the weights.
+
+    Raises:
+        CheckpointError: as :func:`load`; but weights are not checked for NaN, and the tokenizer is not read.
+    """
     folder, revision = _resolve(name, revision)
     _, config, tensors, stored, ignored = _contents(folder)
     kinds = [tensors.dtypes[names[0]] for names in stored.values()]
@@ -183,7 +192,7 @@ def inspect(name: str | os.PathLike, *, revision: str | None = None) -> Info:
 
 
 def parameters_sha256(model: Decoder) -> str:
-    """Checksum of the parameters as they are in memory: their paths, dtypes and bits."""
+    """Checksum of the parameters in memory: their paths, dtypes, shapes and bits."""
     digest = hashlib.sha256()
     for path, leaf in sorted(nnx.to_flat_state(nnx.state(model)), key=lambda item: str(item[0])):
         array = np.ascontiguousarray(leaf[...])
@@ -193,7 +202,7 @@ def parameters_sha256(model: Decoder) -> str:
 
 
 def _resolve(name: str | os.PathLike, revision: str | None) -> tuple[Path, str | None]:
-    """The local folder of a model, and the commit where it is a hub download."""
+    """The local folder of a model, and the commit if it is a hub download."""
     text = os.fspath(name)
     try:
         Path(text).expanduser()
@@ -233,17 +242,17 @@ def _download(repo: str, revision: str | None) -> tuple[Path, str]:
 
 
 def _files_of(repo: str, revision: str | None) -> list[str]:
-    """Names of all files of a hub repository; none where the hub does not say."""
+    """Names of all files of a hub repository; empty if the hub does not answer."""
     import huggingface_hub
 
     try:
         return huggingface_hub.list_repo_files(repo, revision=revision)
-    except Exception:  # of whatever kind: what is missing is told without them too
+    except Exception:  # of whatever kind: the caller has an error message without them too
         return []
 
 
 class _Contents(NamedTuple):
-    """What a folder holds, before weights are read."""
+    """Content of a folder, before weights are read."""
 
     raw: dict[str, Any]
     config: DecoderConfig
@@ -308,7 +317,7 @@ def _check_tensors(folder: Path, tensors: TensorFiles, stored: dict[Entry, tuple
 
 
 def _check_copies(folder: Path, tensors: TensorFiles, stored: dict[Entry, tuple[str, ...]], copies: list[str]) -> None:
-    """Raise CheckpointError where a tied head that is stored too differs from the embedding."""
+    """Raise CheckpointError if a tied head is also stored and differs from the embedding."""
     for name in copies:
         (embed,) = next(names for entry, names in stored.items() if entry.path == EMBED)
         if not np.array_equal(tensors.read(name), tensors.read(embed)):

@@ -1,8 +1,8 @@
 """Checkpoints of flash-linear-attention's DeltaNet, Gated DeltaNet and Gated DeltaProduct models, both ways.
 
-Read off flash-linear-attention 0.6. Rows of keys, values and write strengths of a DeltaProduct layer are step-major; the
-first release of DeltaProduct stored each step's rows as a tensor of its own (``k_projs.0``, ``k_projs.1`` ...), which are
-stacked on loading. Options that change how fla computes but not what (fused kernels, chunk or recurrent mode) are ignored.
+Source: flash-linear-attention 0.6. Rows of keys, values and write strengths of a DeltaProduct layer are step-major. The
+first release of DeltaProduct stored the rows of each step as a separate tensor (``k_projs.0``, ``k_projs.1`` ...); loading
+stacks them. Options that change how fla computes but not what (fused kernels, chunk or recurrent mode) are ignored.
 """
 
 import re
@@ -36,26 +36,26 @@ ARCHITECTURES = {
     "gated_deltanet": "GatedDeltaNetForCausalLM",
     "gated_deltaproduct": "GatedDeltaProductForCausalLM",
 }
-PREFIXES = ("model.", "")  # the latter of a model saved without its head
+PREFIXES = ("model.", "")  # the second for a model saved without its head
 IGNORED = {
     "rotary frequencies": ROTARY,
-    # The first release made one a step and used the first alone.
+    # The first release made one for each step and used only the first.
     "unused query convolutions": re.compile(r"^(model\.)?layers\.\d+\.attn\.q_conv1ds\.[1-9]\d*\.weight$"),
 }
-# The first Gated DeltaNets had one a head, of the Mamba2 that they were made from, and did not use it.
+# The first Gated DeltaNets had one for each head, inherited from Mamba2, and did not use it.
 UNUSED_SKIPS = {"unused skip weights": re.compile(r"^(model\.)?layers\.\d+\.attn\.D$")}
 GATE_NAMES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # fla's default last of its synonyms, so it is written
-# Where the first release of DeltaProduct kept a list of tensors, one a step (one alone for queries).
+# Names in the first release of DeltaProduct, which had one tensor for each step (only one for queries).
 LISTS = {f"{x}_proj.weight": f"{x}_projs.{{}}.weight" for x in "kvb"} | {
     f"{x}_conv1d.weight": f"{x}_conv1ds.{{}}.weight" for x in "qkv"
 }
 
 
 def config_from_json(raw: dict[str, Any]) -> DeltaLMConfig:
-    """The configuration of a ``config.json``; fields that are missing have fla's defaults.
+    """The configuration of a ``config.json``; missing fields have fla's defaults.
 
     Raises:
-        CheckpointError: a field has a value that this model does not compute.
+        CheckpointError: a field has a value that is invalid or that this library does not support.
     """
     family = raw["model_type"]
     refuse_elsewhere(raw)
@@ -88,7 +88,7 @@ def config_from_json(raw: dict[str, Any]) -> DeltaLMConfig:
 
 
 def _linear_sizes(raw: dict[str, Any], family: str, width: int, heads: int) -> dict[str, Any]:
-    """What the families name differently."""
+    """Fields that the families name differently."""
     if family == "delta_net":
         gated = _flag(raw, "use_gate", False)
         return dict(
@@ -117,7 +117,7 @@ def _linear_sizes(raw: dict[str, Any], family: str, width: int, heads: int) -> d
             forget_gate=True,
             output_gate=GATE_NAMES[activation] if _flag(raw, "use_gate", True) else None,
         )
-    # The first release called the output gate use_gate, which fla 0.6 takes without a word and ignores.
+    # The first release called the output gate use_gate, which fla 0.6 silently ignores.
     gated = _flag(raw, "use_output_gate", _flag(raw, "use_gate", True))
     return sizes | dict(
         num_householder=field(raw, "num_householder", 1),
@@ -127,10 +127,10 @@ def _linear_sizes(raw: dict[str, Any], family: str, width: int, heads: int) -> d
 
 
 def config_to_json(config: DeltaLMConfig, raw: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A ``config.json`` that fla reads; fields of ``raw`` that this library does not know are handed on.
+    """A ``config.json`` that fla reads; unknown fields of ``raw`` are kept.
 
     Raises:
-        ValueError: the family's format cannot say these sizes.
+        ValueError: the family's format cannot express these sizes.
     """
     c = config
     if c.num_value_heads != c.num_key_heads and c.family != "gated_deltanet":
@@ -171,7 +171,7 @@ def config_to_json(config: DeltaLMConfig, raw: dict[str, Any] | None = None) -> 
     else:
         known |= {"head_dim": c.key_dim, "expand_v": fraction(c.value_dim, c.key_dim)}
     if c.family == "gated_deltanet":
-        gate = (raw or {}).get("output_gate_activation", "swish")  # kept where it says the same in another word
+        gate = (raw or {}).get("output_gate_activation", "swish")  # kept if it is a synonym
         if c.output_gate is not None and GATE_NAMES[gate] != c.output_gate:
             gate = {"silu": "swish"}.get(c.output_gate, c.output_gate)
         known |= {"num_v_heads": c.num_value_heads, "use_gate": gated, "output_gate_activation": gate}
@@ -225,7 +225,11 @@ def _attention_tensors(c: DeltaLMConfig, sizes: AttentionSizes) -> dict[str, tup
 
 
 def stored_names(config: DeltaLMConfig, names: list[str]) -> tuple[dict[Entry, tuple[str, ...]], dict[str, list[str]]]:
-    """The stored names of every entry, and the ignored names by group; raises as :func:`key_table.match` does."""
+    """The stored names of every entry, and the ignored names by group.
+
+    Raises:
+        CheckpointError: as :func:`key_table.match`.
+    """
     ignored = ignored_names(IGNORED | (UNUSED_SKIPS if config.family == "gated_deltanet" else {}), names)
     left = set(names) - {n for group in ignored.values() for n in group}
     prefix = prefix_of(left, PREFIXES)
@@ -235,16 +239,16 @@ def stored_names(config: DeltaLMConfig, names: list[str]) -> tuple[dict[Entry, t
 
 
 def _parts(whole: str, steps: int, names: set[str]) -> tuple[str, ...]:
-    """The tensors whose rows an entry stacks: one, or one a step in a checkpoint of the first release."""
+    """Names of the tensors whose rows an entry stacks: one, or one for each step in checkpoints of the first release."""
     folder, _, leaf = whole.rpartition("attn.")
     if whole in names or leaf not in LISTS or f"{folder}attn.{LISTS[leaf].format(0)}" not in names:
         return (whole,)
-    count = 1 if leaf.startswith("q_") else min(steps, len(names) + 1)  # no more than what is missing can name
+    count = 1 if leaf.startswith("q_") else min(steps, len(names) + 1)  # bounds the list of missing names
     return tuple(f"{folder}attn.{LISTS[leaf].format(j)}" for j in range(count))
 
 
 def _attention(raw: dict[str, Any], width: int, layers: int) -> dict[int, AttentionSizes]:
-    """Sizes by the index of the layer, from one specification or a list of them."""
+    """Sizes by layer index, from one specification or a list of them."""
     value = raw.get("attn")
     specs = [] if value is None else [value] if isinstance(value, dict) else value
     if not isinstance(specs, list) or not all(isinstance(s, dict) and isinstance(s.get("layers"), list) for s in specs):
@@ -296,7 +300,7 @@ def _attention_json(config: DeltaLMConfig) -> list[dict[str, Any]] | dict[str, A
 
 
 def _mlp_width(raw: dict[str, Any], width: int) -> int:
-    """``intermediate_size``, or fla's multiple of 256 next to two thirds of hidden_ratio * width."""
+    """``intermediate_size``, or as in fla the next multiple of 256 from two thirds of hidden_ratio * width."""
     if raw.get("intermediate_size") is not None:
         return field(raw, "intermediate_size")
     ratio = 4 if raw.get("hidden_ratio") is None else real(raw, "hidden_ratio")

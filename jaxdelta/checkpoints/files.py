@@ -1,15 +1,15 @@
-"""Tensors of a Hugging Face checkpoint folder: which file holds which, read one at a time. safetensors only, never pickle.
+"""Tensors of a Hugging Face checkpoint folder, read one at a time. Only safetensors files are read, never pickles.
 
 The weights are those that transformers 5.24 takes: the file that ``transformers_weights`` of ``config.json`` names, else
-``model.safetensors``, else the shards of ``model.safetensors.index.json``, whose names vary (Qwen3.5-0.8B's only shard is
-``model.safetensors-00001-of-00001.safetensors``). What else lies in the folder is not read.
+``model.safetensors``, else the shards of ``model.safetensors.index.json``, whose names vary (the only shard of Qwen3.5-0.8B
+is ``model.safetensors-00001-of-00001.safetensors``). Other files in the folder are not read.
 """
 
 import re
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  gives numpy bfloat16, without which safetensors cannot hand such a tensor over
+import ml_dtypes  # noqa: F401  gives numpy bfloat16, which safetensors needs to return such a tensor
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -17,31 +17,31 @@ from jaxdelta import json_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-LONGEST_HEADER = 100_000_000  # of the format; a file that says more is another one
+LONGEST_HEADER = 100_000_000  # limit of the format; a larger number means that it is another kind of file
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # pickles that lie beside weights
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded: says what was expected, what was found and what to do."""
+    """A checkpoint cannot be loaded; the message tells what was expected, what was found and what to do."""
 
 
 class TensorFiles:
     """The tensors of a folder.
 
     Args:
-        folder: holds them.
-        chosen: the weights that ``config.json`` names: a safetensors file or an index; None is the usual ones.
+        folder: folder of the checkpoint.
+        chosen: safetensors file or index that ``config.json`` names; None is the default.
 
     Attributes:
-        shapes: shape of each tensor by its name.
-        dtypes: stored dtype of each, as safetensors names it (``BF16``, ``F32`` ...).
+        shapes: shape of each tensor, by name.
+        dtypes: stored dtype of each tensor, as safetensors names it (``BF16``, ``F32`` ...).
         files: the safetensors files that are read, in order of name.
-        unread: safetensors files beside them.
+        unread: other safetensors files in the folder.
 
     Raises:
-        CheckpointError: no weights, a shard that is missing, truncated or no safetensors file, a tensor that the index
-            places elsewhere.
+        CheckpointError: there are no weights, a file is missing, truncated or not a safetensors file, a tensor is in two
+            files, or is not where the index places it.
     """
 
     def __init__(self, folder: Path, *, chosen: Any = None):
@@ -72,7 +72,7 @@ class TensorFiles:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; CheckpointError where the file is missing or is not one."""
+    """The JSON object in a file; raises CheckpointError if the file is missing or holds something else."""
     try:
         value = json_text.parse(file.read_bytes())
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _weights(folder: Path, chosen: Any) -> Path:
-    """The file or the index that the weights are read from."""
+    """The file or the index of the weights."""
     if chosen is None:
         names = [name for name in (SINGLE, INDEX) if (folder / name).is_file()]
         if not names:
@@ -116,7 +116,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def weights_hint(folder: Path) -> str:
-    """A clause on weights that lie in ``folder`` under names or in formats that are not read, else nothing."""
+    """A clause about weights in ``folder`` with names or formats that are not read, or an empty text."""
     found = sorted(file.name for file in folder.glob("*.safetensors"))
     if any(re.search(r"-\d+-of-\d+\.", name) for name in found):
         return f"; it holds {some(found)}, shards without their {INDEX}: add it"
@@ -130,7 +130,7 @@ def weights_hint(folder: Path) -> str:
 
 
 def some(names: list[str]) -> str:
-    """The first few of ``names``."""
+    """The first few of ``names``, as text."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
 
@@ -162,7 +162,7 @@ def _diagnosis(file: Path) -> str:
 
 
 def pointer_hint(file: Path) -> str:
-    """A clause that says so where ``file`` is a Git LFS pointer, else nothing."""
+    """A clause if ``file`` is a Git LFS pointer, or an empty text."""
     with file.open("rb") as stream:
         is_pointer = stream.read(40).startswith(b"version https://git-lfs")
     return "; it is a Git LFS pointer, not the file itself: run `git lfs pull`" if is_pointer else ""

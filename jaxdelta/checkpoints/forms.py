@@ -1,4 +1,4 @@
-"""Other forms in which weights are handed round, told by what they are: adapters, quantised weights, other formats."""
+"""Errors for weights in other forms: adapters, quantised weights, other file formats."""
 
 import fnmatch
 import re
@@ -10,12 +10,12 @@ from jaxdelta.checkpoints.files import NO_WEIGHTS, PICKLES, SINGLE, CheckpointEr
 
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
-# What torch.compile, data parallel training and others put before the names of what they wrap.
+# Prefixes that torch.compile, data parallel training and other wrappers add to names.
 WRAPPER = re.compile(r"_orig_mod\.|module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 ADAPTER_TENSORS = re.compile(r"^base_model\.model\.|\.lora_[AB]\.|\.lora_(embedding|magnitude)|\.modules_to_save\.")
-# Fields in which config.json says that weights are quantised, and the tool where the field does not name one.
+# Fields of config.json for quantised weights, and the method if the field does not name it.
 QUANTISED = {"quantization_config": "an unnamed method", "compression_config": "compressed-tensors", "quantization": "mlx"}
-# What stands beside or for a weight that is quantised, by the ends of tensors' names.
+# Tensors that accompany or replace a quantised weight, by the ends of their names.
 QUANTISED_TENSORS = re.compile(
     r"\.(qweight|qzeros|g_idx|scales|biases|weight_(scale(_inv|_2)?|packed|zero_point|shape|format)|SCB"
     r"|weight\.(absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..+)|weight_blocks|weight_scales)$"
@@ -23,7 +23,7 @@ QUANTISED_TENSORS = re.compile(
 
 
 def refuse_other_forms(folder: Path) -> None:
-    """Raise CheckpointError where a folder holds an adapter, or no configuration and weights but something else."""
+    """Raise CheckpointError if a folder holds an adapter, or another form instead of configuration and safetensors."""
     refuse_adapter(folder)
     if (folder / "config.json").exists() and any(folder.glob("*.safetensors*")):
         return
@@ -34,12 +34,12 @@ def refuse_other_forms(folder: Path) -> None:
 
 
 def other_form(names: Iterable[str]) -> str:
-    """A clause on what a folder without safetensors holds, by the names of its files; nothing where they do not tell."""
+    """A clause on what a folder without safetensors holds, from the names of its files; empty if they do not tell."""
     return _told((*SURE, *LIKELY, *PICKLED), [PurePath(name).name for name in names])
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise CheckpointError where a folder holds an adapter: no model alone, and beside whole weights another model."""
+    """Raise CheckpointError if a folder holds an adapter, which is not a model, or which changes the weights beside it."""
     weights = [name for name in ADAPTER_WEIGHTS if (folder / name).exists()]
     if not weights and not (folder / ADAPTER).exists():
         return
@@ -52,7 +52,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def refuse_quantised(folder: Path, raw: dict[str, Any], names: Collection[str]) -> None:
-    """Raise CheckpointError where the configuration or the names of the tensors say that weights are quantised."""
+    """Raise CheckpointError if the configuration or names of tensors show quantised weights or an unmerged adapter."""
     for fields in (raw, raw.get("text_config")):
         for name, unnamed in QUANTISED.items() if isinstance(fields, dict) else ():
             if said := fields.get(name):
@@ -64,7 +64,7 @@ def refuse_quantised(folder: Path, raw: dict[str, Any], names: Collection[str]) 
 
 
 def wrapper_of(names: Collection[str]) -> str:
-    """What wrappers have put before every name, "module._orig_mod." for one; nothing where some have none."""
+    """The wrapper prefix that all names share, such as "module._orig_mod."; empty if there is none."""
     some_name, prefix = next(iter(names), ""), ""
     while found := WRAPPER.match(some_name, len(prefix)):
         if not all(name.startswith(prefix + found[0]) for name in names):
@@ -74,7 +74,7 @@ def wrapper_of(names: Collection[str]) -> str:
 
 
 def refuse_wrapped(folder: Path, names: Collection[str]) -> None:
-    """Raise CheckpointError where parts of a model were wrapped, or several of its copies were stored."""
+    """Raise CheckpointError if only parts of a model have a wrapper's prefix, or if copies are stored."""
     if tensors := sorted(name for name in names if re.search(rf"(^|\.)({WRAPPER.pattern})", name)):
         raise CheckpointError(
             f"{folder} holds a model that was wrapped in part for training or compilation ({some(tensors[:2])}): "
@@ -83,7 +83,7 @@ def refuse_wrapped(folder: Path, names: Collection[str]) -> None:
 
 
 def _method(said: Any, fields: dict[str, Any]) -> str | None:
-    """The tool that quantised the weights, where it is named or known by its settings."""
+    """The quantisation method, if it is named or evident from its settings."""
     said = said if isinstance(said, dict) else {}
     if method := said.get("quant_method") or said.get("quant_algo"):
         return str(method)
@@ -93,7 +93,7 @@ def _method(said: Any, fields: dict[str, Any]) -> str | None:
 
 
 def _subfolders(folder: Path) -> str:
-    """Of a training run, of the hub's cache, or of several models side by side."""
+    """A clause on models in subfolders: of a training run, of the hub's cache, or of several models."""
     inner = [path for pattern in ("*", "snapshots/*") for path in folder.glob(pattern) if path.is_dir()]
     names = [str(path.relative_to(folder)) for path in inner if any(path.glob("*.safetensors")) and _is_model(path)]
     names.sort(key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
@@ -105,7 +105,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _told(forms: Iterable[tuple[tuple[str, ...], str]], names: Collection[str]) -> str:
-    """A clause with the names of the files of the first form that has any."""
+    """The clause of the first form that matches any file, with the names of these files; or an empty text."""
     for patterns, text in forms:
         found = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
         if found := sorted(name for name in found if not name.startswith(NO_WEIGHTS)):
@@ -113,8 +113,8 @@ def _told(forms: Iterable[tuple[tuple[str, ...], str]], names: Collection[str]) 
     return ""
 
 
-# What a folder without configuration or safetensors may be, the surest sign first: patterns, and what is said. Models in
-# its folders are a sign less sure than the first ones.
+# What a folder without configuration or safetensors may be, the surest sign first: patterns and clauses. Models in
+# subfolders are a less sure sign than SURE, and a surer one than LIKELY.
 SURE = (
     (("model_index.json",), "holds a diffusers pipeline ({}), no language model"),
     (("*.gguf",), "holds {}, a format of llama.cpp: give the checkpoint that it was made from"),

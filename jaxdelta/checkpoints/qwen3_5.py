@@ -1,8 +1,8 @@
 """Qwen3.5 checkpoints: configuration fields and tensor names, both ways.
 
-Read off the Qwen3.5 model of transformers 5.24. A multimodal checkpoint nests the text fields under ``text_config`` and
-prefixes text tensors with ``model.language_model.``; a text-only one is flat with ``model.``. Vision and multi-token
-prediction tensors are ignored by name. Norms are stored as offsets from one and kept so.
+Source: the Qwen3.5 model of transformers 5.24. A multimodal checkpoint nests the text fields in ``text_config`` and has
+the prefix ``model.language_model.`` for text tensors; a text-only one is flat and has ``model.``. Vision and multi-token
+prediction tensors are ignored by name. All norms but those of linear layers store offsets from one, here too.
 """
 
 import re
@@ -30,21 +30,21 @@ from jaxdelta.checkpoints.key_table import (
 from jaxdelta.models.config import Qwen3_5Config
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
-PREFIXES = ("model.language_model.", "model.", "")  # of a multimodal model, of a text model, of one saved without its head
+PREFIXES = ("model.language_model.", "model.", "")  # multimodal model, text model, text model without its head
 IGNORED = {
     "vision tower": re.compile(r"^model\.visual\."),
     "multi-token prediction": re.compile(r"^(model\.)?mtp\."),
     "rotary frequencies": ROTARY,
 }
 KINDS = {"linear_attention": "linear", "full_attention": "attention"}
-# Of each field what transformers takes where it is missing; None is refused here.
+# What transformers takes for a missing field; fields with None are required here.
 DEFAULTS = dict(hidden_act="silu", attention_bias=False, attn_output_gate=True, head_dim=256, rms_norm_eps=1e-6)
 DEFAULTS |= dict(linear_conv_kernel_dim=4, max_position_embeddings=32768)
 DEFAULTS |= dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"))
 DEFAULTS |= dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"))
 DEFAULTS |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"))
 ROPE_DEFAULTS = dict(rope_type="default", rope_theta=None, partial_rotary_factor=0.25)
-# Where fields of the RoPE may stand, and what is said in rope_parameters or named anew when a model is saved.
+# Fields that are not kept on saving: the RoPE is written to rope_parameters, the others do not apply.
 ELSEWHERE = ("rope_scaling", "rope_theta", "partial_rotary_factor", "text_config", "transformers_weights")
 
 
@@ -52,7 +52,7 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
     """The configuration of a ``config.json``, nested or flat.
 
     Raises:
-        CheckpointError: a field is missing, or has a value that this model does not compute.
+        CheckpointError: a field is missing, or has a value that is invalid or that this library does not support.
     """
     text = _text(raw)
     rope = _rope(text, raw)
@@ -95,7 +95,7 @@ def config_from_json(raw: dict[str, Any]) -> Qwen3_5Config:
 
 
 def config_to_json(config: Qwen3_5Config, raw: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A text-only ``config.json``; fields of ``raw`` that this library does not know are handed on."""
+    """A text-only ``config.json`` that transformers reads; unknown fields of ``raw`` are kept."""
     known = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -133,7 +133,7 @@ def config_to_json(config: Qwen3_5Config, raw: dict[str, Any] | None = None) -> 
 
 
 def entries(config: Qwen3_5Config) -> list[Entry]:
-    """Every tensor of the text model, the largest first, so that loading peaks early."""
+    """Every tensor of the text model, the embedding first, so that memory peaks early in loading."""
     c, D, F = config, config.width, config.mlp_width
     H, V, A, G, d = c.num_value_heads, c.value_dim, c.num_query_heads, c.num_kv_heads, c.head_dim
     E = c.linear_of(0).conv_channels
@@ -176,7 +176,11 @@ def entries(config: Qwen3_5Config) -> list[Entry]:
 
 
 def stored_names(config: Qwen3_5Config, names: list[str]) -> tuple[dict[Entry, tuple[str, ...]], dict[str, list[str]]]:
-    """The stored name of every entry, and the ignored names by group; raises as :func:`key_table.match` does."""
+    """The stored name of every entry, and the ignored names by group.
+
+    Raises:
+        CheckpointError: as :func:`key_table.match`.
+    """
     ignored = ignored_names(IGNORED, names)
     left = set(names) - {n for group in ignored.values() for n in group}
     prefix = prefix_of(left, PREFIXES)
@@ -185,7 +189,7 @@ def stored_names(config: Qwen3_5Config, names: list[str]) -> tuple[dict[Entry, t
 
 
 def _text(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the text model, which do not differ from those beside them."""
+    """The fields of the text model; raises CheckpointError if fields at the top level contradict them."""
     text = raw.get("text_config") or raw
     if not isinstance(text, dict):
         raise CheckpointError(f"config.json has text_config = {text!r}; expected an object")
@@ -198,20 +202,20 @@ def _text(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(text: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
-    """RoPE fields of any age: in ``rope_scaling``, which stands for ``rope_parameters``, in the latter, or at the top."""
+    """RoPE fields, old or new: from ``rope_scaling``, which overrides ``rope_parameters``, from that, or from the top."""
     nested = text is not raw
     scaling, parameters, top = _rope_places(text, "text_config" if nested else "")
     read, beside = ([*scaling, *top], parameters) if text.get("rope_scaling") else ([*parameters, *top], [])
     if nested:
         beside = [*beside, *chain(*_rope_places(raw, ""))]
     values = {name: one_value(name, read, beside=beside, default=default) for name, default in ROPE_DEFAULTS.items()}
-    # Text turns all sections alike, so that any will do.
+    # For text all sections rotate alike, so any of them will do.
     sections = (f["mrope_section"] for _, f in [*read, *beside] if f.get("mrope_section") is not None)
     return values | {"mrope_section": next(sections, None)}
 
 
 def _rope_places(fields: dict[str, Any], inside: str) -> list[list[tuple[str, dict[str, Any]]]]:
-    """What ``rope_scaling``, ``rope_parameters`` and the level around them hold; older files say ``type``."""
+    """Fields of ``rope_scaling``, of ``rope_parameters`` and of the level around them; older files have ``type``."""
     found = []
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.get(name) or {}
@@ -231,7 +235,7 @@ def _rope_places(fields: dict[str, Any], inside: str) -> list[list[tuple[str, di
 def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
     count = layers(text)
     interval = max(1, field(text, "full_attention_interval", 4))
-    types = text.get("layer_types") or [  # both may stand there; names of tensors bear out which is meant
+    types = text.get("layer_types") or [  # both may be given; names of tensors confirm which one is right
         "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
     ]
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
@@ -243,5 +247,5 @@ def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _sections(pairs: int) -> list[int]:
-    """Pairs for time, height and width of the multimodal RoPE; text turns all of them alike."""
+    """Pairs for time, height and width of the multimodal RoPE; for text all of them rotate alike."""
     return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]

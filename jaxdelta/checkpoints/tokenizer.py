@@ -1,9 +1,8 @@
 """The tokenizer of a folder: ``tokenizer.json`` as it is, or a byte-level BPE from ``vocab.json`` and ``merges.txt``.
 
-A vocabulary and its merges do not say how text is cut into words before they apply, nor which words are matched whole:
-the first follows from the class that ``tokenizer_config.json`` names or from the kind of model, the second from the added
-and special tokens listed there, in ``special_tokens_map.json`` or in ``added_tokens.json``. Both are read as transformers
-5.24 reads them.
+A vocabulary and its merges do not tell how text is first cut into words, and which words are matched whole. The first
+follows from the class that ``tokenizer_config.json`` names, or from the kind of model; the second from the added and
+special tokens there, in ``special_tokens_map.json`` or in ``added_tokens.json``. Both are read as in transformers 5.24.
 """
 
 import os
@@ -25,12 +24,12 @@ END = "<|endoftext|>"
 
 
 class ClassDefaults(NamedTuple):
-    """What a class of transformers adds to a vocabulary and merges.
+    """What a tokenizer class of transformers adds to a vocabulary and its merges.
 
     Attributes:
-        pattern: of the words that text is cut into; None is GPT-2's, which byte-level pre-tokenizers know.
-        special: special tokens that the class has without being told.
-        plain: whether special tokens are matched as they stand, whatever is said of spaces around them.
+        pattern: regular expression for words; None is GPT-2's, which byte-level pre-tokenizers have built in.
+        special: default special tokens of the class.
+        plain: whether special tokens are matched literally, ignoring options about spaces around them.
     """
 
     pattern: str | None
@@ -56,14 +55,14 @@ CLASS_OF_MODEL = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "Qwen3_5Tokenizer"),
 }
-MODEL_DECIDES = ("qwen2", "qwen3_5")  # whose published settings name a class that is not theirs
+MODEL_DECIDES = ("qwen2", "qwen3_5")  # their published settings name the wrong class
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json`` of any name, or of a folder; it neither cuts nor pads texts.
+    """The tokenizer of a ``tokenizer.json``, under any name, or of a folder; it neither truncates nor pads texts.
 
     Raises:
-        CheckpointError: there is none, it is broken, or it cannot be read exactly; says what is missing.
+        CheckpointError: there is none, it is broken, or it cannot be reproduced exactly; tells what is missing.
     """
     path = Path(path).expanduser()
     if path.is_dir():
@@ -76,14 +75,14 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a folder, None where it has none; raises as :func:`load_tokenizer` does."""
+    """The tokenizer of a folder, or None; raises CheckpointError as :func:`load_tokenizer`."""
     if (folder / WHOLE).exists():
         return _whole(folder / WHOLE)
     return _from_vocabulary(folder) if tokenizer_files(folder) else None
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """Names of the files that a folder's tokenizer is read from; none where it has no tokenizer."""
+    """Names of the files of a folder's tokenizer; empty without a tokenizer."""
     if (folder / WHOLE).exists():
         return [WHOLE]
     if not all((folder / name).exists() for name in (VOCABULARY, MERGES)):
@@ -96,7 +95,7 @@ def _whole(file: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises Exception itself
         raise CheckpointError(f"{file} is no tokenizer ({error}){pointer_hint(file)}") from None
-    tokenizer.no_truncation()  # a stored limit would cut documents without a word
+    tokenizer.no_truncation()  # a stored limit would silently truncate documents
     tokenizer.no_padding()
     return tokenizer
 
@@ -149,7 +148,7 @@ def _class_of(folder: Path, settings: dict[str, Any]) -> str:
 def _added_tokens(
     folder: Path, settings: dict[str, Any], defaults: ClassDefaults
 ) -> tuple[dict[int, AddedToken], list[AddedToken]]:
-    """Tokens with the ids that the files give them, and special ones without; the former in the order of their ids."""
+    """Added tokens by their ids in the files, in order, and all special tokens."""
     named = dict(settings)
     placed: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in settings:
@@ -166,7 +165,7 @@ def _added_tokens(
 
 
 def _special(named: dict[str, Any], defaults: ClassDefaults) -> Iterator[AddedToken]:
-    """Special tokens in the order in which those outside of the vocabulary get their ids."""
+    """Special tokens in the order in which those outside the vocabulary get ids."""
     own = [n for n in named if n.endswith("_token") and n not in NAMED and isinstance(named[n], str | dict)]
     more = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
     for name in (*NAMED, *own):

@@ -1,4 +1,4 @@
-"""Command line: arguments to one call. A module a command."""
+"""Command line; each command has its own module and turns its arguments into one call."""
 
 import argparse
 import os
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; a user's mistake is told in a line, without a traceback, and a reader who leaves early is none."""
+    """Run the command. Mistakes of the user are reported in a line, without a traceback; a closed pipe is not an error."""
     for stream in (sys.stdout, sys.stderr):
         tolerate(stream)
     status = 0
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         print("interrupted; the same command continues with what is missing", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(130)  # the device may still be computing; nothing that matters is left to clean up
+        os._exit(130)  # the device may still be computing; there is nothing to clean up
 
 
 def _fail(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Options that several commands take, and what they mean."""
+"""Options that several commands share."""
 
 import argparse
 import inspect
@@ -14,12 +14,12 @@ MODEL_HELP = "embedded model, folder in Hugging Face's format, or hub id (owner/
 
 
 def default_of(function: Callable, name: str) -> Any:
-    """What ``function`` takes where it is not given ``name``: options have the defaults of the call that they end in."""
+    """The default of the parameter ``name`` of ``function``; options have the defaults of the functions they belong to."""
     return inspect.signature(function).parameters[name].default
 
 
 def add_parameter(command: argparse.ArgumentParser, call: Callable, name: str, said: str, **options) -> None:
-    """An option for a parameter of ``call``, of its kind and with its default; ``said``: what it means."""
+    """Add an option for a parameter of ``call``, with its type and default; ``said`` is its help."""
     default = default_of(call, name)
     command.add_argument(
         f"--{name.replace('_', '-')}",
@@ -28,23 +28,23 @@ def add_parameter(command: argparse.ArgumentParser, call: Callable, name: str, s
 
 
 def add_segment(command: argparse.ArgumentParser, call: Callable) -> None:
-    """Tokens of a segment."""
+    """Add the option for tokens of a segment."""
     add_parameter(command, call, "segment", "tokens between two boundaries")
 
 
 def add_run_arguments(command: argparse.ArgumentParser, name: str, call: Callable) -> None:
-    """What every command that runs a model over documents by ``call`` takes."""
+    """Add the arguments of a command that runs a model over documents by ``call``."""
     command.add_argument("model", nargs="?", default="control", help=f"{MODEL_HELP}; default: %(default)s")
     add_document_arguments(command, f"the same command continues it; default: results/{name}-MODEL", call)
 
 
 def add_revision(command: argparse.ArgumentParser) -> None:
-    """The revision of a hub id."""
+    """Add the option for the revision of a hub id."""
     command.add_argument("--revision", help="branch, tag or commit of a hub id; default: its main branch")
 
 
 def add_document_arguments(command: argparse.ArgumentParser, out: str, call: Callable) -> None:
-    """Documents, how they are cut for ``call``, and where results go."""
+    """Add the options for documents, segments, dtype and results folder."""
     command.add_argument(
         "--documents",
         nargs="+",
@@ -69,7 +69,7 @@ def add_document_arguments(command: argparse.ArgumentParser, out: str, call: Cal
 
 
 def opened(arguments: argparse.Namespace, name: str) -> tuple[Path, Decoder, list[Document]]:
-    """The results folder of the command ``name``, the model and the documents that it was asked for.
+    """The results folder, the model and the documents for the command ``name``.
 
     Raises:
         ValueError: as :func:`load` and :func:`documents_of`.
@@ -80,10 +80,10 @@ def opened(arguments: argparse.Namespace, name: str) -> tuple[Path, Decoder, lis
 
 
 def documents_of(arguments: argparse.Namespace, model: Decoder) -> list[Document]:
-    """The documents that were asked for, as token ids of ``model``.
+    """The given documents, by default the embedded ones, as token ids of ``model``.
 
     Raises:
-        ValueError: a file, a text or an id that is no use, which it names, or no tokens asked for.
+        ValueError: a file, a text or an id cannot be used, or ``--max-tokens`` is below 1.
     """
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise ValueError(f"--max-tokens is {arguments.max_tokens}; expected at least 1")
@@ -94,23 +94,23 @@ def documents_of(arguments: argparse.Namespace, model: Decoder) -> list[Document
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """A type of option: a whole number from ``low`` to ``high``."""
+    """An option type: a whole number from ``low`` to ``high``."""
 
     def read(text: str) -> int:
-        value = int(text) if len(text) < 100 else None  # Python refuses thousands of digits in words of its own
+        value = int(text) if len(text) < 100 else None  # Python has its own error for thousands of digits
         if value is None or not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{text[:40]} is not a whole number from {low} to {high}")
         return value
 
-    read.__name__ = "int"  # as argparse names it where int() refuses
+    read.__name__ = "int"  # the name that argparse prints if int() fails
     return read
 
 
-SEED = whole(0, 2**32 - 1)  # jax takes 32 bits of more, so that two seeds would draw the same
+SEED = whole(0, 2**32 - 1)  # jax uses 32 bits, so two larger seeds could draw the same
 
 
 def ranks(text: str) -> list[int]:
-    """A type of option: whole numbers with commas."""
+    """An option type: whole numbers, separated by commas."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

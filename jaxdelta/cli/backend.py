@@ -1,4 +1,4 @@
-"""The device that jax is told to use, before any work is done."""
+"""A check of jax's device before any work is done."""
 
 import jax
 
@@ -14,11 +14,11 @@ def check_backend() -> None:
     """Start jax's backend.
 
     Raises:
-        ValueError: the one that JAX_PLATFORMS asks for is not there; says what to install or to unset.
+        ValueError: the one that JAX_PLATFORMS asks for is not available; tells what to install or to unset.
     """
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter, without a word, for CUDA without its plugin
+    except (RuntimeError, AssertionError) as error:  # the latter, without a message, for CUDA without its plugin
         asked = jax.config.jax_platforms
         reason = str(error).removesuffix(" (set JAX_PLATFORMS='' to automatically choose an available backend)")
         because = f" ({' '.join(reason.split())})" if reason else " (its plugin is not installed)"

@@ -1,4 +1,4 @@
-"""``jaxdelta info``: what a checkpoint is."""
+"""``jaxdelta info``: facts about a checkpoint."""
 
 import argparse
 from collections import Counter

@@ -1,4 +1,4 @@
-"""``jaxdelta ledger``: what products of factors can do, and what a model's transitions do."""
+"""``jaxdelta ledger``: claims on products of Householder factors, or the transitions of a model."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from jaxdelta.cli.arguments import MODEL_HELP, SEED, add_document_arguments, add
 from jaxdelta.cli.progress import RUNNING, follow, progress
 from jaxdelta.report.terminal import Terminal
 
-# Options of a ledger without a model, and of one with a model.
+# Options for a ledger without a model, and for one with a model.
 OF_CLAIMS = ("dim", "draws", "seed")
 OF_MODEL = ("documents", "tokenizer", "segment", "max_tokens", "dtype", "revision")
 
@@ -33,7 +33,7 @@ def add_ledger(commands) -> None:
 
 
 def ledger_command(arguments: argparse.Namespace, console: Terminal) -> None:
-    """The ledger of products of Householder factors, or with a model that of its transitions."""
+    """Print the ledger of claims or, with a model, the ledger of its transitions."""
     if arguments.named is not None:
         if arguments.model not in (None, arguments.named):
             raise ValueError(f"two models are given: {arguments.model} and --model {arguments.named}")

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, else a line on stderr every half minute."""
+"""Progress: a bar on a terminal, otherwise a line on stderr every half minute."""
 
 import sys
 import threading
@@ -14,7 +14,7 @@ RUNNING = "running segments (the first compiles)"
 
 
 class Lines:
-    """What :class:`rich.progress.Progress` shows, as lines; those of a task that has not moved say so by their time."""
+    """A replacement of :class:`rich.progress.Progress` that prints lines; their time shows that the program is alive."""
 
     def __init__(self, interval: float = INTERVAL):
         self._interval = interval
@@ -24,12 +24,12 @@ class Lines:
         self._thread = threading.Thread(target=self._print, daemon=True)
 
     def add_task(self, description: str, *, total: int | None = None) -> int:
-        """Begin what the lines are about from now on."""
+        """Begin a task; later lines are about it."""
         self._task, self._begun = (description, 0, total), time.monotonic()
         return 0
 
     def update(self, task: int, *, completed: int, total: int | None = None) -> None:
-        """Note how far it is."""
+        """Set the progress of the task."""
         description, _, known = self._task
         self._task = (description, completed, known if total is None else total)
 
@@ -46,7 +46,7 @@ class Lines:
             if self._task is not None:
                 try:
                     print(_line(*self._task, time.monotonic() - self._begun), file=sys.stderr, flush=True)
-                except (OSError, ValueError):  # nobody reads them; the run goes on
+                except (OSError, ValueError):  # nobody reads them; the command goes on
                     return
 
 
@@ -56,7 +56,7 @@ def _line(description: str, completed: int, total: int | None, seconds: float) -
 
 
 def elapsed(seconds: float) -> str:
-    """As a clock is read: 40 s, 1 min 10 s, 2 h 5 min."""
+    """A duration as text: 40 s, 1 min 10 s, 2 h 5 min."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"
@@ -65,7 +65,7 @@ def elapsed(seconds: float) -> str:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Progress | Lines]:
-    """A bar where ``console`` or stderr is a terminal, lines elsewhere; both have ``add_task`` and ``update``."""
+    """A bar if ``console`` or stderr is a terminal, otherwise lines; both have ``add_task`` and ``update``."""
     terminal = next((c for c in (console, Console(stderr=True)) if c.is_terminal and not c.is_dumb_terminal), None)
     if terminal is None:
         with Lines() as lines:
@@ -77,6 +77,6 @@ def progress(console: Console) -> Iterator[Progress | Lines]:
 
 
 def follow(bar: Progress | Lines, description: str, *, total: int | None = None) -> Callable[[int, int], None]:
-    """Begin a task of ``bar``; what is returned is called with how much of it is done, and of how much."""
+    """Begin a task of ``bar``; returns a function of the amount done and the total that updates it."""
     task = bar.add_task(description, total=total)
     return lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""``jaxdelta sensitivity``: what the loss would do, and on request what it does."""
+"""``jaxdelta sensitivity``: estimated effects on the loss and, on request, measured ones."""
 
 import argparse
 
@@ -25,7 +25,7 @@ def add_sensitivity(commands) -> None:
     add_parameter(maps, sensitivity_maps, "seed", "of the labels", type=SEED)
     maps.add_argument("--rank", type=int, help="cut every state to this rank at every boundary, and derive through the cut")
     maps.add_argument(
-        "--frozen-basis", action="store_true", help="with --rank: take the kept directions for constants in the derivative"
+        "--frozen-basis", action="store_true", help="with --rank: take the kept directions as constants in the derivative"
     )
     maps.add_argument("--validate", action="store_true", help="measure removals on the same tokens")
     maps.add_argument(
@@ -43,7 +43,7 @@ def add_sensitivity(commands) -> None:
 
 
 def sensitivity_command(arguments: argparse.Namespace, console: Terminal) -> None:
-    """Run sensitivities, and on request measured removals, and print what they say."""
+    """Compute sensitivities and, on request, measured removals; write and print the results."""
     from jaxdelta.report import sensitivity as report
     from jaxdelta.results.folder import finished_rows, to_zarr, write_whole
     from jaxdelta.runs.interventions import Truncate

@@ -1,4 +1,4 @@
-"""``jaxdelta sweep``: what the model loses when every carried state is cut."""
+"""``jaxdelta sweep``: the loss of a model whose carried states are truncated."""
 
 import argparse
 
@@ -48,7 +48,7 @@ def add_sweep(commands) -> None:
 
 
 def sweep_command(arguments: argparse.Namespace, console: Terminal) -> None:
-    """Run a sweep, write its figure and print its table."""
+    """Run a sweep, write its figures and print its table."""
     from jaxdelta.report import sweep as report
 
     out, model, documents = opened(arguments, "sweep")

@@ -1,4 +1,4 @@
-"""``jaxdelta verify``: where the comparison with the torch references is run, which no installed package holds."""
+"""``jaxdelta verify``: tells where to run the comparison with torch, which is not part of the installed package."""
 
 import argparse
 import shlex
@@ -24,7 +24,7 @@ def add_verify(commands) -> None:
 
 
 def verify_command(arguments: argparse.Namespace, console: Terminal) -> None:
-    """Say what to run where.
+    """Tell which command to run, and where.
 
     Raises:
         ValueError: always; nothing was compared.

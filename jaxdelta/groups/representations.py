@@ -1,4 +1,4 @@
-"""Real representations of a finite group, and the Householder steps that one of them needs.
+"""Real representations of a finite group, and the Householder steps that they need.
 
 A token's transition is a product of n_h factors I - beta k k^T, so rank(A - I) <= n_h; by Scherk's theorem an orthogonal
 matrix g is a product of rank(g - I) reflections and of no fewer. A head that carries a representation rho therefore needs
@@ -6,8 +6,8 @@ n_h = max rank(rho(g) - I) over the alphabet, and the least n_h that is known to
 
     min over real representations rho, faithful on the group that the alphabet generates, of max_g rank(rho(g) - I)
 
-That a model cannot do with less by other means is what an experiment has to show. A reflection has beta = 2, where
-one with beta = 0 is switched off; a forget gate must stay open (alpha = 1).
+Whether a model can do with less by other means is a question for experiments. A reflection has beta = 2, a factor with
+beta = 0 is switched off, and a forget gate must stay open (alpha = 1).
 
 Irreducible representations are eigenspaces: a random symmetric matrix that commutes with the regular representation has,
 with probability one, each of its eigenspaces irreducible, and every irreducible representation is among them.
@@ -28,7 +28,7 @@ class Representation(NamedTuple):
     """Orthogonal matrices that multiply as the elements do.
 
     Attributes:
-        matrices: Float[G d d], f64.
+        matrices: Float[G d d], f64, in the order of the elements.
     """
 
     matrices: np.ndarray
@@ -43,7 +43,7 @@ class Representation(NamedTuple):
 
     @property
     def kernel(self) -> Bool[np.ndarray, " G"]:
-        """Elements that are the identity here."""
+        """Elements that map to the identity matrix."""
         return self.character > self.dimension - TOLERANCE
 
     @property
@@ -53,7 +53,7 @@ class Representation(NamedTuple):
 
 
 def real_irreps(group: Group) -> list[Representation]:
-    """All irreducible real representations up to equivalence, those of low dimension first."""
+    """All irreducible real representations up to equivalence, by ascending dimension."""
     regular = np.eye(len(group))[group.table].swapaxes(1, 2)  # e_h -> e_{g h}
     values, vectors = np.linalg.eigh(_commuting(group))
     starts = np.flatnonzero(np.diff(values, prepend=-np.inf) > TOLERANCE)
@@ -66,21 +66,21 @@ def real_irreps(group: Group) -> list[Representation]:
 
 
 def minimal_representation(group: Group, *, apart: bool = False) -> Representation:
-    """A faithful representation of the group that the alphabet generates with the least n_h, and of these the smallest.
+    """The faithful representation of ``generated(group)`` with the least n_h; of several the one of least dimension.
 
-    Its matrices are those of ``generated(group)``, as direct sum of irreducible ones. One head carries all of them, and
-    their ranks add up; ``apart`` gives each irreducible part a head of its own.
+    It is a direct sum of irreducible representations. One head carries all of them, so their ranks add up; with ``apart``
+    each irreducible part has its own head.
     """
     return _minimal(group, apart)[1]
 
 
 def predicted_householder(group: Group, *, apart: bool = False) -> int:
-    """The n_h that :func:`minimal_representation` needs, and at least 1."""
+    """The n_h that :func:`minimal_representation` needs, at least 1."""
     return max(1, _minimal(group, apart)[0])
 
 
 def direct_sum(irreps: Sequence[Representation]) -> Representation:
-    """Block-diagonal matrices of all of ``irreps``."""
+    """The representation whose matrices are block-diagonal, with those of ``irreps`` as blocks."""
     sizes = [irrep.dimension for irrep in irreps]
     matrices = np.zeros((len(irreps[0].matrices), sum(sizes), sum(sizes)))
     for irrep, end in zip(irreps, np.cumsum(sizes), strict=True):
@@ -105,7 +105,7 @@ def _minimal(group: Group, apart: bool) -> tuple[int, Representation]:
 
 
 def _faithful_sums(kernels: Sequence[np.ndarray], kernel: np.ndarray, first: int = 0) -> Iterator[list[int]]:
-    """Sets of irreps, by index, that are faithful together, where each tells apart what those before it do not."""
+    """Sets of irreps, by index, that are faithful together; each one shrinks the common kernel of those before it."""
     for index in range(first, len(kernels)):
         common = kernel & kernels[index]
         if common.sum() == 1:

@@ -1,7 +1,8 @@
-"""Finite groups as multiplication tables, with the elements that a token may be.
+"""Finite groups as multiplication tables, with an alphabet of elements.
 
-``table[a, b]`` is a b. For permutations of n points that is b first and then a, (a b)(i) = a(b(i)), so that matrices
-multiply in the same order; elements are numbered in lexicographic order, the identity is 0. Z_m is the sums modulo m.
+``table[a, b]`` is a b. For permutations of n points this means b first, then a, (a b)(i) = a(b(i)), so that matrices
+multiply in the same order. Permutations are numbered in lexicographic order, and the identity is 0. Z_m is addition modulo
+m.
 """
 
 import itertools
@@ -19,12 +20,12 @@ class Group:
     """A group and an alphabet.
 
     Attributes:
-        name: what people call it.
+        name: such as "S4".
         table: whole numbers [G, G], ``table[a, b]`` = a b.
-        alphabet: the elements that a token may be, ascending; they need not generate the whole group.
+        alphabet: elements that occur as tokens, ascending; they need not generate the whole group.
 
     Raises:
-        ValueError: the table is no group's, or the alphabet is empty, repeats itself or leaves the group.
+        ValueError: the table is not that of a group, or the alphabet is empty or has repeated or unknown elements.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Group:
 
 
 def group_of(name: str) -> Group:
-    """The group of a name: ``Z3``, ``S4``, ``A5``, ``S5_limit_3``; parity is ``Z2``, counting modulo m is ``Zm``.
+    """The group with a name such as ``Z3``, ``S4``, ``A5`` or ``S5_limit_3`` (moves of at most 3 points as alphabet).
 
     Raises:
         ValueError: the name is unknown, or a number in it is out of range.
@@ -77,7 +78,7 @@ def group_of(name: str) -> Group:
 
 
 def shortest_words(group: Group) -> dict[int, tuple[int, ...]]:
-    """A shortest word over the alphabet for each element that it generates, the empty one for the identity.
+    """A shortest word over the alphabet for each element that it generates; the empty word for the identity.
 
     The word (a, b, c) is the product a b c.
     """
@@ -91,14 +92,14 @@ def shortest_words(group: Group) -> dict[int, tuple[int, ...]]:
 
 
 def generated(group: Group) -> Group:
-    """The subgroup that the alphabet generates, its elements numbered anew in the same order."""
+    """The subgroup that the alphabet generates; its elements are renumbered in the same order."""
     elements = np.array(sorted(shortest_words(group)))
     table = np.searchsorted(elements, group.table[np.ix_(elements, elements)])
     return Group(group.name, table, np.searchsorted(elements, group.alphabet))
 
 
 def _permutations(name: str, points: int, *, even: bool, moved: int) -> Group:
-    """Permutations, all or the even ones, with the alphabet of those that move at most ``moved`` points."""
+    """All or the even permutations, with those that move at most ``moved`` points as alphabet."""
     if not 2 + even <= moved <= points:
         raise ValueError(f"{name}: moves of at most {moved} points; expected {2 + even} .. {points}")
     maps = np.array(list(itertools.permutations(range(points))))

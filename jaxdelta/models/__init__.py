@@ -1,4 +1,4 @@
-"""The model families: a configuration names its model."""
+"""The model families, and the model of each configuration."""
 
 from typing import Any
 
@@ -11,5 +11,5 @@ MODELS: dict[type[DecoderConfig], type[Decoder]] = {Qwen3_5Config: Qwen3_5, Delt
 
 
 def build(config: DecoderConfig, **options: Any) -> Decoder:
-    """A fresh model of ``config``; options as of :class:`~jaxdelta.models.decoder.Decoder`."""
+    """A model of ``config`` with fresh parameters; options as of :class:`~jaxdelta.models.decoder.Decoder`."""
     return MODELS[type(config)](config, **options)

@@ -1,11 +1,11 @@
-"""All that crosses a boundary, and the only place that knows how it is stored.
+"""All that crosses a boundary. Only this module knows how it is stored.
 
-A run keeps it in two parts: the recurrent part is small and may be kept for every segment; key/value caches are only ever
-appended to, and are handed on.
+A segmented run splits it in two: the recurrent part is small and may be kept for every segment; key/value caches are only
+ever appended to, and are passed on.
 
-Whatever looks at the states of all layers takes them in one array [L, B, H, K, V] (:func:`stacked`). Where layers differ in
-size, H, K and V are the largest of any layer, and what a layer does not have is zero: a matrix filled up with zeros has the
-singular values and vectors of the matrix, and zeros beside them. :func:`with_stacked` takes each layer's own part.
+Interventions and analyses take the states of all layers as one array [L, B, H, K, V] (:func:`stacked`). If layers differ in
+size, H, K and V are the largest of any layer, and smaller states are padded with zeros: padding adds zero singular values
+and changes nothing else. :func:`with_stacked` takes each layer's own part.
 """
 
 from typing import Any, NamedTuple
@@ -25,8 +25,8 @@ class Carry(NamedTuple):
     """All that crosses a boundary.
 
     Attributes:
-        layers: of each layer in depth order its LinearCarry or AttentionCarry.
-        position: Int[B], tokens of text consumed by each row.
+        layers: the LinearCarry or AttentionCarry of each layer, in depth order.
+        position: Int[B], tokens of text that each row has read.
     """
 
     layers: tuple[LinearCarry | AttentionCarry, ...]
@@ -37,9 +37,9 @@ class Recurrent(NamedTuple):
     """The part of a carry that may be kept for every segment.
 
     Attributes:
-        S: Float[L B H K V], all linear layers, filled up with zeros where they differ in size.
-        tails: of each linear layer the conv tail, [B, W-1, E].
-        position: Int[B].
+        S: Float[L B H K V], states of all linear layers, padded with zeros if they differ in size.
+        tails: the conv tail of each linear layer, [B, W-1, E].
+        position: Int[B], tokens of text that each row has read.
     """
 
     S: Array
@@ -48,7 +48,7 @@ class Recurrent(NamedTuple):
 
 
 Caches = tuple[AttentionCarry, ...]
-States = Float[AnyArray, "B _ _ _"]  # [B, H, K, V] of one layer among others, whose sizes may be other ones
+States = Float[AnyArray, "B _ _ _"]  # [B, H, K, V] of one layer; other layers may have other sizes
 
 
 def state_of(layer: LinearCarry | AttentionCarry) -> State | None:
@@ -57,11 +57,11 @@ def state_of(layer: LinearCarry | AttentionCarry) -> State | None:
 
 
 def states(carry: Carry) -> list[States]:
-    """S of each linear layer in depth order, [B, H, K, V], in the carry's own dtype.
+    """S of each linear layer in depth order, [B, H, K, V], in the carry's dtype.
 
     Raises:
-        TypeError: ``carry`` is no Carry.
-        ValueError: a layer has no S.
+        TypeError: ``carry`` is not a Carry.
+        ValueError: S of a layer is not an array.
     """
     if not isinstance(carry, Carry):
         raise TypeError(f"carry is {shown(carry)}; expected a Carry, as init_carry and forward give it")
@@ -73,11 +73,11 @@ def states(carry: Carry) -> list[States]:
 
 
 def with_states(carry: Carry, S: list[States] | tuple[States, ...]) -> Carry:
-    """``carry`` with other states, one for each linear layer, in the dtype of those they replace.
+    """``carry`` with other states, [B, H, K, V] for each linear layer; they are cast to the dtype of those they replace.
 
     Raises:
-        TypeError: ``carry`` is no Carry, or S no arrays.
-        ValueError: the number of states, or a shape, does not fit, or a state is complex.
+        TypeError: ``carry`` is not a Carry, or ``S`` is not a list of arrays.
+        ValueError: the number of states or a shape does not fit, or a state is complex.
     """
     expected = [s.shape for s in states(carry)]
     if not np.iterable(S) or not all(hasattr(s, "dtype") for s in S):
@@ -96,44 +96,44 @@ def with_states(carry: Carry, S: list[States] | tuple[States, ...]) -> Carry:
 
 
 def stacked(carry: Carry) -> Float[Array, "L B H K V"]:
-    """The states of all linear layers in one array, filled up with zeros to the largest H, K and V."""
+    """The states of all linear layers in one array, padded with zeros to the largest H, K and V."""
     return stacked_alike(states(carry))
 
 
 def with_stacked(carry: Carry, S: Float[Array, "L B H K V"]) -> Carry:
-    """``carry`` with the states of one array, of each layer the part that it has."""
+    """``carry`` with the states ``S``, each layer taking its own part."""
     return with_states(carry, [own(x, s.shape[1:]) for x, s in zip(S, states(carry), strict=True)])
 
 
 def own(S: Float[AnyArray, "*batch H K V"], shape: tuple[int, int, int]) -> Float[AnyArray, "*batch h k v"]:
-    """The part of a layer's states that was not filled up, for a layer of H, K and V = ``shape``."""
+    """A layer's states without padding, for a layer of ``shape`` (H, K, V)."""
     H, K, V = shape
     return S[..., :H, :K, :V]
 
 
 def full_ranks(carry: Carry) -> Int[np.ndarray, "L H"]:
-    """Of each head min(K, V), the rank of its untouched state; 0 for heads that a layer does not have."""
+    """min(K, V) of each head, the rank of its untouched state; 0 for heads that a layer lacks."""
     shapes = [S.shape[1:] for S in states(carry)]
     H = max((h for h, _, _ in shapes), default=0)
     return np.array([[min(k, v) if head < h else 0 for head in range(H)] for h, k, v in shapes])
 
 
 def by_head(value: Any, S: Float[Array, "L B H K V"], dtype: Any) -> Array:
-    """An array over [B, L, H, ...] in the order of stacked states, [L, B, H, ...]; leading axes broadcast."""
+    """``value`` over [B, L, H, ...], whose first three axes broadcast, in the order of stacked states, [L, B, H, ...]."""
     L, B, H = S.shape[:3]
     value = np.asarray(value, dtype)
     return jnp.asarray(np.moveaxis(np.broadcast_to(value, (B, L, H, *value.shape[3:])), 0, 1))
 
 
 def split(carry: Carry) -> tuple[Recurrent, Caches]:
-    """The recurrent part of a carry, and the key/value caches."""
+    """The recurrent part and the key/value caches of a carry."""
     tails = tuple(layer.tail for layer in carry.layers if isinstance(layer, LinearCarry))
     caches = tuple(layer for layer in carry.layers if isinstance(layer, AttentionCarry))
     return Recurrent(stacked(carry) if tails else jnp.zeros((0,)), tails, carry.position), caches
 
 
 def join(config: DecoderConfig, recurrent: Recurrent, caches: Caches) -> Carry:
-    """The carry of both parts."""
+    """The carry made of both parts; the inverse of :func:`split`."""
     sizes = [c.state for c in config.linear_sizes]
     parts = zip(recurrent.S, sizes, recurrent.tails, strict=True)
     linear = iter([LinearCarry(own(S, shape), tail) for S, shape, tail in parts])
@@ -143,16 +143,18 @@ def join(config: DecoderConfig, recurrent: Recurrent, caches: Caches) -> Carry:
 
 
 def room(carry: Carry) -> int | None:
-    """Places of the shortest key/value cache; None where there is no attention layer."""
+    """Places of the shortest key/value cache; None without attention layers."""
     return min((layer.keys.shape[1] for layer in carry.layers if isinstance(layer, AttentionCarry)), default=None)
 
 
 def check_carry(config: DecoderConfig, expected: Carry, carry: Any) -> None:
-    """Check that ``carry`` holds all that ``expected``, a model's for one text and one place, does; nothing of its values.
+    """Check the layers, shapes and dtypes of ``carry`` against ``expected``, the model's carry for one text and one place.
+
+    Values are not checked.
 
     Raises:
-        TypeError: it is no Carry.
-        ValueError: a layer or an array is missing, or of another shape or dtype; names it.
+        TypeError: ``carry`` is not a Carry.
+        ValueError: a layer or an array is missing or has another shape or dtype; names it.
     """
     if not isinstance(carry, Carry):
         raise TypeError(f"carry is {shown(carry)}; expected a Carry, as init_carry and forward give it")
@@ -165,7 +167,7 @@ def check_carry(config: DecoderConfig, expected: Carry, carry: Any) -> None:
         if not isinstance(layer, type(wanted)):
             raise ValueError(f"layer {i} of the carry is {shown(layer)}; expected a {type(wanted).__name__}, it is {kind}")
         for name, found, array in zip(wanted._fields, layer, wanted, strict=True):
-            free = isinstance(layer, AttentionCarry)  # how many places a cache has
+            free = isinstance(layer, AttentionCarry)  # a cache may have any number of places
             places = np.shape(layer.keys)[1:2] if free else ()
             shape = (B, *places, *array.shape[2:]) if free else (B, *array.shape[1:])
             if not _is(found, len(array.shape), array.dtype) or found.shape != shape:

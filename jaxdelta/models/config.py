@@ -9,7 +9,7 @@ LayerKind = Literal["linear", "attention"]
 Family = Literal["delta_net", "gated_deltanet", "gated_deltaproduct"]
 FAMILIES = get_args(Family)
 TITLES = {"delta_net": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "gated_deltaproduct": "Gated DeltaProduct"}
-# What a family cannot choose: field, family, value.
+# Fields that a family fixes: field, family, value.
 FIXED = (
     ("num_householder", "delta_net", 1),
     ("num_householder", "gated_deltanet", 1),
@@ -25,18 +25,18 @@ FIXED = (
 
 
 class DecoderConfig:
-    """What every family's configuration has: its fields, and sizes that follow from them.
+    """Fields that the configurations of all families share, and sizes that follow from them.
 
     Attributes:
         vocab_size: words of the embedding and of the head.
         width: D, the residual stream.
         mlp_width: F, the hidden layer of the MLP.
-        layer_kinds: "linear" or "attention", in depth order.
+        layer_kinds: "linear" or "attention" for each layer, in depth order.
         norm_eps: eps of every RMSNorm.
         tied: whether the head is the embedding.
-        max_position: the longest text the model was made for; not a limit of this library.
+        max_position: tokens of the longest text the model was made for; this library sets no such limit.
 
-    Those that its linear layers share have the names of :class:`~jaxdelta.nn.sizes.LinearSizes`.
+    Fields of the linear layers have the names of :class:`~jaxdelta.nn.sizes.LinearSizes`.
 
     Raises:
         ValueError: sizes that contradict one another.
@@ -61,16 +61,16 @@ class DecoderConfig:
         check_counts(self, "rotary_dim")
         if not self.layer_kinds or set(self.layer_kinds) - {"linear", "attention"}:
             raise ValueError(f"layer_kinds is {self.layer_kinds}; expected 'linear' or 'attention' for each layer")
-        _ = self.linear_sizes, self.attention_sizes  # which refuse what contradicts itself within a layer
+        _ = self.linear_sizes, self.attention_sizes  # these raise if the sizes of a layer contradict one another
 
     @property
     def title(self) -> str:
-        """What people call the model."""
+        """The common name of the model."""
         raise NotImplementedError
 
     @property
     def linear_title(self) -> str:
-        """What people call its linear layers."""
+        """The common name of its linear layers."""
         raise NotImplementedError
 
     @property
@@ -83,40 +83,40 @@ class DecoderConfig:
         return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "linear")
 
     def linear_of(self, layer: int) -> LinearSizes:
-        """Sizes of a layer of the model that is a linear layer."""
+        """Sizes of a linear layer, given its model layer index."""
         return LinearSizes(
             **{field.name: getattr(self, field.name) for field in fields(LinearSizes) if hasattr(self, field.name)}
         )
 
     @property
     def linear_sizes(self) -> tuple[LinearSizes, ...]:
-        """Of each linear layer in depth order its sizes, which may differ."""
+        """Sizes of each linear layer in depth order; they may differ."""
         return tuple(self.linear_of(layer) for layer in self.linear_layers)
 
     @property
     def largest_state(self) -> StateShape:
-        """The largest H, K and V of any linear layer: what states of all layers in one array are filled up to."""
+        """The largest H, K and V of any linear layer, to which stacked states are padded."""
         shapes = [c.state for c in self.linear_sizes] or [StateShape(0, 0, 0)]
         return StateShape(*map(max, zip(*shapes, strict=True)))
 
     @property
     def heads(self) -> tuple[tuple[int, int], ...]:
-        """(layer of the model, value head) of every head that has a state."""
+        """(model layer index, value head) of every head that has a state."""
         sizes = zip(self.linear_layers, self.linear_sizes, strict=True)
         return tuple((layer, head) for layer, c in sizes for head in range(c.num_value_heads))
 
     @property
     def attention_sizes(self) -> tuple[AttentionSizes, ...]:
-        """Of each attention layer in depth order its heads and rotation."""
+        """Sizes of each attention layer in depth order."""
         raise NotImplementedError
 
     def attention_of(self, layer: int) -> AttentionSizes:
-        """Sizes of a layer of the model that is an attention layer."""
+        """Sizes of an attention layer, given its model layer index."""
         return self.attention_sizes[self.layer_kinds[:layer].count("attention")]
 
     @property
     def max_rank(self) -> int:
-        """The rank of an untouched state, min(K, V), in the layer where that is largest."""
+        """The largest min(K, V) of any linear layer: the rank of an untouched state."""
         return max((c.state.directions for c in self.linear_sizes), default=0)
 
 
@@ -186,7 +186,7 @@ class Qwen3_5Config(DecoderConfig):
 
     @classmethod
     def tiny(cls, **changes) -> "Qwen3_5Config":
-        """A model for tests whose sizes are all different, so that no transposed axis passes unseen."""
+        """Sizes for tests, chosen to differ so that a transposed axis is noticed; ``changes`` are fields."""
         sizes = dict(
             vocab_size=97,
             width=44,
@@ -215,7 +215,7 @@ class DeltaLMConfig(DecoderConfig):
         num_key_heads, num_value_heads, key_dim, value_dim, conv_width, num_householder, write_gate, forget_gate,
             negative_eigenvalues, output_gate, qk_activation, qk_norm: of linear layers, see
             :class:`~jaxdelta.nn.sizes.LinearSizes`.
-        attention: of each attention layer in depth order its sizes.
+        attention: sizes of each attention layer, in depth order.
 
     Raises:
         ValueError: sizes that contradict one another.
@@ -272,7 +272,7 @@ class DeltaLMConfig(DecoderConfig):
 
     @classmethod
     def tiny(cls, family: Family = "gated_deltaproduct", **changes) -> "DeltaLMConfig":
-        """A model for tests whose sizes are all different, so that no transposed axis passes unseen."""
+        """Sizes for tests, chosen to differ so that a transposed axis is noticed; ``changes`` are fields."""
         sizes = dict(
             family=family,
             vocab_size=97,

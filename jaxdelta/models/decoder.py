@@ -3,7 +3,7 @@
     x <- x + mixer(RMSNorm(x));   x <- x + W_down (silu(W_gate h) * W_up h), h = RMSNorm(x);   logits = W_head RMSNorm(x)
 
 Sources: the Qwen3.5 text model of transformers 5.24 and the language models of flash-linear-attention 0.6, which share
-this shape. The model is a pure function of tokens and a carry: everything that crosses from one segment to the next is in
+this form. The model is a pure function of tokens and a carry: everything that passes from one segment to the next is in
 :class:`~jaxdelta.models.carry.Carry`.
 """
 
@@ -25,18 +25,18 @@ from jaxdelta.nn.mixer import Span, untouched
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.ops.norms import rms_norm
 
-# Called with the name of an array, the model's layer, and the array; what it returns takes the array's place.
+# Called with the name of an array, the model layer index and the array; its result replaces the array.
 Tap: TypeAlias = Callable[[str, int, Array], Array]
 
 
 class Output(NamedTuple):
-    """What a pass over a segment gives.
+    """Result of a pass over a segment.
 
     Attributes:
-        hidden: Float[B T D] after the final norm.
-        carry: after the last token of text of each row.
-        finite: Bool[num_layers + 1, B], whether the residual stream after the embedding and after each layer, and the
-            state handed on, are finite.
+        hidden: Float[B T D], hidden states after the final norm.
+        carry: the carry after the last token of text of each row.
+        finite: Bool[num_layers + 1, B], whether the residual stream is finite after the embedding and after each layer; of
+            a linear layer also its new state.
     """
 
     hidden: Array
@@ -57,7 +57,7 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """A mixer (linear or attention) and an MLP around the residual stream. Beside its mixer's, a tap is shown
+    """A mixer (linear or attention) and an MLP around the residual stream. Besides the mixer's arrays, the tap gets
 
     =================  ===============  ===============================================
     ``residual``       Float[B T D]     the residual stream before the layer
@@ -89,13 +89,13 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The whole model; a family says by ``mixer`` what its layers are and by ``NORM_OFFSET`` what its norms store.
+    """The whole model. A family defines its layers by ``mixer``, and by ``NORM_OFFSET`` what its norms store.
 
     Attributes:
         config: sizes.
         tokenizer: ``tokenizers.Tokenizer`` or None.
         origin: ``checkpoints.Origin``, where the weights came from; None for fresh ones.
-        implementation: how it is computed, the faster one for this device unless it is set to another.
+        implementation: how the model is computed; by default the faster choice for this device.
     """
 
     NORM_OFFSET: ClassVar[float]
@@ -123,12 +123,12 @@ class Decoder(nnx.Module):
             self.head = normal(rngs, (config.vocab_size, config.width), dtype)
 
     def mixer(self, layer: int, *, dtype, rngs: nnx.Rngs) -> nnx.Module:
-        """A fresh mixer for a layer of the model."""
+        """A fresh mixer for the layer with this index."""
         raise NotImplementedError
 
     @property
     def dtype(self):
-        """Dtype of parameters and activations; gates, norms and states are f32 or wider in any case."""
+        """Dtype of parameters and activations; gates, norms and states are always f32 or wider."""
         return self.embed.get_value().dtype
 
     def init_carry(self, batch: int, max_length: int) -> Carry:
@@ -137,15 +137,19 @@ class Decoder(nnx.Module):
         return Carry(layers, jnp.zeros((batch,), jnp.int32))
 
     def names(self, layer: int) -> tuple[str, ...]:
-        """Names of the arrays of a layer that a tap is shown."""
+        """Names of the arrays that a layer passes to the tap."""
         return *DecoderLayer.NAMES, *self.layers[layer].mixer.NAMES
 
     def __call__(
         self, tokens: Tokens, carry: Carry, length: Int[Array, " B"] | None = None, tap: Tap = untouched
     ) -> Output:
-        """Run tokens on from ``carry``; ``length``: how many leading tokens of each row are text, all where None.
+        """Run tokens on from ``carry``.
 
-        Text outside of the vocabulary or beyond the carry's places, of which a compiled function cannot tell, gives NaN.
+        Ids outside the vocabulary and tokens beyond the cache's places give NaN, because a compiled function cannot raise.
+
+        Args:
+            length: how many leading tokens of each row are text; None is all.
+            tap: called with every named array; see :data:`Tap`.
         """
         tokens = jnp.asarray(tokens)
         T = tokens.shape[1]
@@ -163,7 +167,7 @@ class Decoder(nnx.Module):
         return Output(hidden, Carry(tuple(layers), position.astype(jnp.int32)), jnp.stack(finite))
 
     def _fits(self, tokens, carry: Carry, span: Span) -> Bool[Array, "B T"]:
-        """Whether an id and its position are within bounds; padding is."""
+        """Whether each id and its position are within bounds; padding always is."""
         fits = (tokens >= 0) & (tokens < self.config.vocab_size)
         places = room(carry)
         if places is not None:
@@ -172,23 +176,23 @@ class Decoder(nnx.Module):
 
     @property
     def head_weight(self) -> Float[Array, "Y D"]:
-        """Weight of the head: the embedding where they are tied."""
+        """Weight of the head; the embedding if they are tied."""
         return (self.embed if self.config.tied else self.head)[...]
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch Y"]:
-        """Scores of the words, in f32 or wider."""
+        """Logits of all words, in f32 or wider."""
         return linear(hidden, self.head_weight, dtype=accumulation_dtype(hidden))
 
 
 def check_model(model: Any) -> None:
-    """TypeError for what is no model, such as the name of one."""
+    """Raise TypeError if ``model`` is not a Decoder, for example only its name."""
     if not isinstance(model, Decoder):
         raise TypeError(f"model is {shown(model)}; expected a Decoder, as jaxdelta.load gives it")
 
 
 @lru_cache
 def layout(kind: type[Decoder], config: DecoderConfig, dtype) -> Carry:
-    """Shapes and dtypes of a carry for one text and one place."""
+    """Shapes and dtypes of the carry of such a model for one text and one place."""
     return nnx.eval_shape(lambda: kind(config, dtype=dtype).init_carry(1, 1))
 
 

@@ -1,6 +1,6 @@
-"""The DeltaNet, Gated DeltaNet and Gated DeltaProduct models of flash-linear-attention, alone or with attention layers.
+"""The DeltaNet, Gated DeltaNet and Gated DeltaProduct models of flash-linear-attention, with or without attention layers.
 
-Source: flash-linear-attention 0.6. Norms store their scale itself.
+Source: flash-linear-attention 0.6. Norms store the scale itself, not its offset from one.
 """
 
 from flax import nnx
@@ -11,7 +11,7 @@ from jaxdelta.nn.gated_deltaproduct import GatedDeltaProduct
 
 
 class DeltaLM(Decoder):
-    """A model of a ``DeltaLMConfig``."""
+    """A model with a ``DeltaLMConfig``."""
 
     NORM_OFFSET = 0.0
 

@@ -1,6 +1,7 @@
 """The Qwen3.5 text model: Gated DeltaNet layers and gated full attention.
 
-Source: the Qwen3.5 model of transformers 5.24 (text part). Norms of the residual stream store an offset from one.
+Source: the Qwen3.5 model of transformers 5.24 (text part). Norms of the residual stream store their scale's
+offset from one.
 """
 
 from flax import nnx
@@ -11,7 +12,7 @@ from jaxdelta.nn.gated_deltanet import GatedDeltaNet
 
 
 class Qwen3_5(Decoder):
-    """A Qwen3.5 text model of a ``Qwen3_5Config``."""
+    """A Qwen3.5 text model with a ``Qwen3_5Config``."""
 
     NORM_OFFSET = 1.0
 

@@ -2,9 +2,9 @@
 
     y = W_o softmax(q k^T / sqrt(head_dim)) v,   q and k rotated by their positions
 
-Sources: RoPE of Su et al., arXiv 2104.09864, with halves (i, i + rotary_dim / 2) as pairs; the layer is the attention of
-flash-linear-attention 0.6's hybrid models. The cache holds ``max_length`` places and is only ever appended to; a segment
-reads the shortest of a few static prefixes that holds all tokens so far, so that neither compilation nor cost follows
+Sources: RoPE of Su et al., arXiv 2104.09864, where entries i and i + rotary_dim / 2 form a pair; the layer is the attention
+of the hybrid models of flash-linear-attention 0.6. The cache has ``max_length`` places and is only ever appended to. A
+segment reads the shortest of a few static prefixes that holds all tokens so far, so the cost does not grow with
 ``max_length``.
 """
 
@@ -22,7 +22,7 @@ from jaxdelta.nn.mixer import Span
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.nn.sizes import AttentionSizes
 
-QUERY_BLOCK = 512  # queries whose scores are held at once
+QUERY_BLOCK = 512  # queries whose scores exist at once
 SHORTEST_PREFIX = 512
 FEW_QUERIES = 16
 
@@ -35,12 +35,12 @@ class AttentionCarry(NamedTuple):
 
 
 class AttentionMixer(nnx.Module):
-    """An attention layer of ``sizes``. Arrays that a tap is shown, in this order:
+    """An attention layer of ``sizes``. It passes these arrays, in this order, to the tap of its span:
 
     ================  ==================  ==========================================
     ``q``             Float[B T A d]      queries, normalised and rotated
-    ``k``, ``v``      Float[B T G d]      as they are written to the cache
-    ``head_output``   Float[B T A d]      of each query head
+    ``k``, ``v``      Float[B T G d]      as written to the cache
+    ``head_output``   Float[B T A d]      output of each query head
     ``mixer_output``  Float[B T D]        added to the residual stream
     ================  ==================  ==========================================
     """
@@ -55,7 +55,7 @@ class AttentionMixer(nnx.Module):
 
 
 class Attention(AttentionMixer):
-    """Plain attention; weights are [out, in], biases f32 where there are any."""
+    """Plain attention; weights are [out, in], biases f32."""
 
     def __init__(self, width: int, sizes: AttentionSizes, *, dtype, rngs: nnx.Rngs):
         A, G, d = sizes.num_query_heads, sizes.num_kv_heads, sizes.head_dim
@@ -69,7 +69,7 @@ class Attention(AttentionMixer):
     def __call__(
         self, x: Float[Array, "B T D"], carry: AttentionCarry, span: Span
     ) -> tuple[Float[Array, "B T D"], AttentionCarry]:
-        """Tokens of a segment; padding is written nowhere."""
+        """Run the tokens of a segment; padding is not written to the cache."""
         d, tap = self.sizes.head_dim, span.tap
         q, k, v = (self._projected(x, name).reshape(*x.shape[:2], -1, d) for name in ("q", "k", "v"))
         angles = rotary_angles(span.positions, self.sizes.rotated, self.sizes.rope_theta)
@@ -84,7 +84,7 @@ class Attention(AttentionMixer):
 
 
 def append(carry: AttentionCarry, k: Float[Array, "B T G d"], v: Float[Array, "B T G d"], span: Span) -> AttentionCarry:
-    """Write the tokens of text at their positions; padding, and what lies beyond the cache, is dropped."""
+    """Write the tokens of text at their positions. Padding and positions beyond the cache are dropped."""
     positions = span.positions
     if span.length is not None:
         positions = jnp.where(span.is_text, positions, carry.keys.shape[1])
@@ -97,15 +97,15 @@ def append(carry: AttentionCarry, k: Float[Array, "B T G d"], v: Float[Array, "B
 
 
 def rotary_angles(positions: Int[Array, "B T"], rotary_dim: int, theta: float) -> Float[Array, "B T R"]:
-    """Angle of each of the rotary_dim / 2 pairs, in f32; bf16 would be off by whole turns at a few thousand tokens."""
-    # On the host: one unit in the last place of a device's pow is 8e-3 rad at 131,071 tokens.
+    """Angle of each of the R = rotary_dim / 2 pairs, in f32; bf16 would be whole turns off after a few thousand tokens."""
+    # Frequencies are computed on the host: one unit in the last place of a device's pow is 8e-3 rad at 131,071 tokens.
     frequencies = theta ** -(np.arange(0, rotary_dim, 2) / max(rotary_dim, 1))
     positions = positions[..., None].astype(jnp.float32)
     return positions * along_last(jnp.asarray(frequencies, jnp.float32), positions)
 
 
 def rotate(x: Float[Array, "B T A d"], angles: Float[Array, "B T R"]) -> Float[Array, "B T A d"]:
-    """Rotate the first 2R entries of each head, as the pairs (i, i + R); the rest stays."""
+    """Rotate the first 2R entries of each head in pairs (i, i + R); the rest stays."""
     R = angles.shape[-1]
     wide = accumulation_dtype(x)
     cos, sin = (f(angles)[:, :, None].astype(wide) for f in (jnp.cos, jnp.sin))
@@ -122,7 +122,7 @@ def attend(
     *,
     window: int | None = None,
 ) -> Float[Array, "B T A d"]:
-    """Causal attention of a segment's queries to the cache, of the last ``window`` tokens where it is given."""
+    """Causal attention of a segment's queries to the cache; a query reads the last ``window`` tokens, all if None."""
     B, T, A, d = q.shape
     M, G = carry.keys.shape[1:3]
     lengths = _prefix_lengths(min(T, M), M)
@@ -130,7 +130,7 @@ def attend(
     positions = span.positions
 
     def over(length: int):
-        # Without the checkpoint reverse mode would keep, and fill with zeros, the scores of every branch.
+        # Without the checkpoint, reverse mode would keep the scores of every branch, filled with zeros.
         one = jax.checkpoint(lambda x: _attend(x[0], x[1][:length], x[2][:length], x[3], window))
         return lambda *x: each(one, x)
 
@@ -147,9 +147,9 @@ def _together(f, xs):
 
 
 def _prefix_lengths(shortest: int, M: int) -> list[int]:
-    """Prefixes of the cache, each up to half as long again as the one before, the last the whole.
+    """Lengths of cache prefixes, each at most one and a half times the one before; the last is the whole cache.
 
-    Of few queries at once, where compiling a prefix costs more than reading beyond it, each is four times as long.
+    For few queries compiling a prefix costs more than reading too much, so each is four times as long as the one before.
     """
     if shortest <= FEW_QUERIES:
         return [n for n in (4 * SHORTEST_PREFIX << 2 * i for i in range(M.bit_length())) if n < M] + [M]
@@ -165,7 +165,7 @@ def _attend(
     positions: Int[Array, " T"],
     window: int | None,
 ) -> Float[Array, "T r d"]:
-    """One text's queries of one group, in blocks, so that scores of at most QUERY_BLOCK queries exist at once."""
+    """Attention of one text and group in blocks of QUERY_BLOCK queries, so that the scores of one block exist at once."""
     T, r, d = q.shape
     if T <= QUERY_BLOCK:
         return _attend_block(q, keys, values, positions, window)
@@ -182,7 +182,7 @@ def _attend_block(q: Array, keys: Array, values: Array, positions: Array, window
     wide = accumulation_dtype(q)
     product = partial(jnp.matmul, preferred_element_type=wide, precision=precision_of(q))
     scores = product(q.reshape(T * r, d), keys.T) * d**-0.5
-    # Padding may lie beyond the cache, where a window would hold nothing, and a softmax of nothing is NaN.
+    # Padding may lie beyond the cache, where its window would be empty and the softmax NaN.
     age = jnp.minimum(positions, M - 1)[:, None] - jnp.arange(M)[None]
     read = age >= 0 if window is None else (age >= 0) & (age < window)
     visible = jnp.where(read, 0.0, -jnp.inf).astype(wide)

@@ -20,7 +20,7 @@ from jaxdelta.ops.norms import rms_norm
 
 
 class GatedAttention(AttentionMixer):
-    """Full attention; weights are [out, in]; rows of ``q`` are, per head, head_dim for the query, then for the gate."""
+    """Gated full attention; weights are [out, in]. Per head, ``q`` has head_dim rows of the query, then of the gate."""
 
     def __init__(self, width: int, sizes: AttentionSizes, norm_eps: float, *, dtype, rngs: nnx.Rngs):
         A, G, d = sizes.num_query_heads, sizes.num_kv_heads, sizes.head_dim
@@ -35,7 +35,7 @@ class GatedAttention(AttentionMixer):
     def __call__(
         self, x: Float[Array, "B T D"], carry: AttentionCarry, span: Span
     ) -> tuple[Float[Array, "B T D"], AttentionCarry]:
-        """Tokens of a segment; padding is written nowhere."""
+        """Run the tokens of a segment; padding is not written to the cache."""
         c, tap = self.sizes, span.tap
         B, T, _ = x.shape
         q, gate = jnp.split(linear(x, self.q[...]).reshape(B, T, c.num_query_heads, 2 * c.head_dim), 2, axis=-1)

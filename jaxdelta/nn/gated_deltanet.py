@@ -6,7 +6,7 @@
     y = W_out (RMSNorm(o) * w * silu(W_z x))
 
 Sources: Yang, Kautz, Hatamizadeh, arXiv 2412.06464; layout of the projections from the Qwen3.5 model of transformers 5.24.
-beta, g and S are f32 or wider in every dtype of the model; transformers rounds beta to the model's dtype.
+beta, g and S are f32 or wider whatever the model's dtype; transformers rounds beta to the model's dtype.
 """
 
 import jax
@@ -23,7 +23,7 @@ from jaxdelta.ops.delta_rule import bounded
 from jaxdelta.ops.norms import gated_rms_norm, l2norm
 
 LARGEST_A_LOG = 80.0  # a rate of 6e34
-SHORTEST_STEP = 1e-30  # no decay at a rate that a trained layer has
+SHORTEST_STEP = 1e-30  # no visible decay at the rates of a trained layer
 
 
 class GatedDeltaNet(LinearMixer):
@@ -50,7 +50,7 @@ class GatedDeltaNet(LinearMixer):
         return self.conv[...]
 
     def heads(self, qkv: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
-        """q and k, l2-normalised, and v, each [B, T, H, K or V]."""
+        """q and k, l2-normalised and repeated to the value heads, [B, T, H, K], and v [B, T, H, V]."""
         c = self.sizes
         at = c.num_key_heads * c.key_dim
         q, k, v = jnp.split(jax.nn.silu(qkv), (at, 2 * at), axis=-1)
@@ -65,7 +65,7 @@ class GatedDeltaNet(LinearMixer):
         return beta, log_decay(linear(x, self.in_a[...], dtype=wide), self.A_log[...], self.dt_bias[...])
 
     def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
-        """Gated norm of each head."""
+        """``o`` of each head after its norm, times the gate."""
         z = linear(x, self.in_z[...]).reshape(o.shape)
         return gated_rms_norm(o, self.norm[...], z, eps=self.sizes.norm_eps)
 
@@ -73,8 +73,8 @@ class GatedDeltaNet(LinearMixer):
 def log_decay(x: Float[Array, "B T H"], A_log: Float[Array, " H"], dt_bias: Float[Array, " H"]) -> Float[Array, "B T H"]:
     """g = -exp(A_log) softplus(x + dt_bias), finite for every finite input.
 
-    The rate overflows f32 above A_log = 88, and a step below x = -103 is 0: their product would be NaN. A rate at its bound
-    empties the state at every token, whatever the step.
+    In f32 the rate exp(A_log) overflows above A_log = 88 and the softplus is 0 below x = -103: their product would be NaN.
+    A rate at its bound empties the state at every token.
     """
     rate = jnp.exp(jnp.minimum(A_log, LARGEST_A_LOG))
     step = jax.nn.softplus(x + along_last(dt_bias, x))
@@ -82,9 +82,9 @@ def log_decay(x: Float[Array, "B T H"], A_log: Float[Array, " H"], dt_bias: Floa
 
 
 def decay_parameters(rngs: nnx.Rngs, H: int) -> tuple[nnx.Param, nnx.Param]:
-    """Fresh A_log and dt_bias, f32: horizons of about 10 to 1000 tokens, as Mamba-2 and fla start.
+    """Fresh A_log and dt_bias, f32, as in Mamba-2 and fla: rates A in (1, 16), steps dt in (1e-3, 1e-1).
 
-    Rates A lie in (1, 16), steps dt in (1e-3, 1e-1).
+    The horizons 1 / (1 - exp(-A dt)) lie between about 1 and 1,000 tokens.
     """
     rate = jax.random.uniform(rngs.params(), (H,), jnp.float32, minval=1.0, maxval=16.0)
     step = jnp.exp(jax.random.uniform(rngs.params(), (H,), jnp.float32, minval=np.log(1e-3), maxval=np.log(1e-1)))

@@ -1,13 +1,13 @@
 """The linear layers of flash-linear-attention: DeltaNet, Gated DeltaNet and Gated DeltaProduct in one.
 
-    q, k, v = activation(short_conv(W x));   n_h keys and values a token;   q, k normalised per head
-    beta = sigmoid(W_b x), or 1; twice that where negative eigenvalues are allowed
+    q, k = activation(short_conv(W x)), normalised per head;   v = silu(short_conv(W x));   n_h keys and values a token
+    beta = sigmoid(W_b x), or 1; twice that if negative eigenvalues are allowed
     g = -exp(A_log) softplus(W_a x + dt_bias), or 0
     o = gated_delta_product(q, k, v, g, beta);   y = W_out (RMSNorm(o) * w * gate(W_z x)), or without the gate
 
 Sources: Yang et al., arXiv 2406.06484 (DeltaNet); Yang, Kautz, Hatamizadeh, arXiv 2412.06464 (Gated DeltaNet);
 Siems et al., arXiv 2502.10297 (DeltaProduct); layouts and options from flash-linear-attention 0.6. Rows of W_k, W_v and
-W_b are step-major: all heads of the first Householder step, then all of the second. One decay a token, not one a step.
+W_b are step-major: all heads of the first Householder step, then all of the second. Each token has one decay.
 """
 
 import jax
@@ -27,7 +27,7 @@ GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 class GatedDeltaProduct(LinearMixer):
-    """Linear layer; weights are [out, in], filters [E, W], ``A_log``, ``dt_bias`` and ``norm`` f32."""
+    """Linear layer; weights are [out, in], filters [channels, W]; ``A_log``, ``dt_bias`` and ``norm`` are f32."""
 
     def __init__(self, sizes: LinearSizes, *, dtype, rngs: nnx.Rngs):
         D, G, H, K, V = sizes.width, sizes.num_key_heads, sizes.num_value_heads, sizes.key_dim, sizes.value_dim
@@ -59,7 +59,7 @@ class GatedDeltaProduct(LinearMixer):
         return jnp.concatenate([w[...] for w in (self.conv_q, self.conv_k, self.conv_v)])
 
     def heads(self, qkv: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
-        """q [B, T, H, K] and k [B, T * n_h, H, K], normalised, and v [B, T * n_h, H, V]."""
+        """q [B, T, H, K] and k [B, P, H, K], normalised and repeated to the value heads, and v [B, P, H, V]."""
         c, n = self.sizes, self.sizes.num_householder
         B, T, _ = qkv.shape
         q, k, v = jnp.split(qkv, (c.num_key_heads * c.key_dim, (1 + n) * c.num_key_heads * c.key_dim), axis=-1)
@@ -76,7 +76,7 @@ class GatedDeltaProduct(LinearMixer):
         return x / jnp.maximum(jnp.sum(jnp.abs(x), axis=-1, keepdims=True), 1e-6)
 
     def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B P H"], Float[Array, "B T H"]]:
-        """beta in (0, 1), or in (0, 2), of every step, and g <= 0 of every token, in f32 or wider."""
+        """beta of every step, in (0, 1) or (0, 2), and g <= 0 of every token, in f32 or wider."""
         c, wide = self.sizes, accumulation_dtype(x, self.norm[...])
         B, T, _ = x.shape
         shape = (B, T * self.sizes.num_householder, c.num_value_heads)
@@ -88,7 +88,7 @@ class GatedDeltaProduct(LinearMixer):
         return beta, log_decay(linear(x, self.a[...], dtype=wide), self.A_log[...], self.dt_bias[...])
 
     def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
-        """Norm of each head, and its gate where there is one."""
+        """``o`` of each head after its norm, times the gate if there is one."""
         c = self.sizes
         if c.output_gate is None:
             return rms_norm(o, self.norm[...], eps=c.norm_eps, offset=0.0).astype(x.dtype)

@@ -1,8 +1,8 @@
-"""The head of a model: losses and averages over the vocabulary, with logits of a block of words at a time.
+"""The head of a model: losses and averages over the vocabulary, computed for blocks of words.
 
     l = log sum_y exp z_y - z_target,   z = W h
 
-``weight`` is W, Float[Y D], throughout; f32 hidden states multiply in f32, bf16 ones accumulate in f32.
+``weight`` is W, Float[Y D]. f32 hidden states multiply in f32, bf16 ones accumulate in f32; results are f32 or wider.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from jaxdelta.dims import Tokens, accumulation_dtype, linear, precision_of
 
 Weight: TypeAlias = Float[Array, "Y D"]
 LOGITS_AT_ONCE = 2**26  # entries of the largest block of logits, 256 MiB in f32
-WORDS_AT_ONCE = 8192  # in a block of logits; on a CPU a wider one leaves the caches and is a third slower
+WORDS_AT_ONCE = 8192  # of a block of logits; on a CPU a wider block exceeds the caches and is a third slower
 
 
 def token_losses(weight: Weight, hidden: Float[Array, "B T D"], targets: Tokens) -> Float[Array, "B T"]:
-    """Nats of each target. Logits exist for a block of words at a time, at most LOGITS_AT_ONCE entries of them."""
+    """Loss of each target in nats. At most LOGITS_AT_ONCE logits exist at once."""
     return log_normalizer(weight, hidden) - chosen_logits(weight, hidden, targets)
 
 
@@ -49,7 +49,10 @@ def log_normalizer(weight: Weight, hidden: Float[Array, "B T D"]) -> Float[Array
 
 
 def over_words(weight: Weight, rows: int, add: Callable[[Any, Array], Any], sums: Any) -> Any:
-    """Fold ``add(sums, rows of a block of words)`` over the head; logits of one block exist at once."""
+    """Fold ``add(sums, block)`` over blocks of rows of ``weight``.
+
+    ``rows`` is the number of hidden states, which limits the block: at most LOGITS_AT_ONCE logits exist at once.
+    """
     block = _words_at_once(len(weight), rows)
     whole = len(weight) // block * block
 
@@ -62,6 +65,6 @@ def over_words(weight: Weight, rows: int, add: Callable[[Any, Array], Any], sums
 
 
 def _words_at_once(words: int, rows: int) -> int:
-    """Words of a block: a divisor of their number, where there is a good one, so that no block is cut off and copied."""
+    """Words of a block, if possible a divisor of their number, so that no shorter block remains and is copied."""
     most = max(1, min(words, WORDS_AT_ONCE, LOGITS_AT_ONCE // rows))
     return next((n for n in range(most, most // 4, -1) if words % n == 0), most)

@@ -1,9 +1,9 @@
-"""How any mixer is called, and what every linear layer does around its projections.
+"""The interface of all mixers, and what every linear layer does around its projections.
 
     q | k | v = heads(short_conv(project(x)));   beta, g = gates(x)
     o, S = rule(q, k, v, g, beta);   y = W_out normed(o, x)
 
-A linear layer supplies ``project``, ``filters``, ``heads``, ``gates``, ``normed`` and ``out``; it writes n_h times a token.
+A linear layer supplies ``project``, ``filters``, ``heads``, ``gates``, ``normed`` and ``out``; each token writes n_h times.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ def untouched(*shown: Any) -> Array:
 
 
 class Span(NamedTuple):
-    """What every mixer is told of the tokens that it is given.
+    """What every mixer needs to know about its tokens.
 
     Attributes:
         positions: Int[B T], of the tokens in their texts.
-        length: Int[B], how many leading tokens of each row are text; None is all of them.
-        implementation: how it is computed.
-        tap: called with the name of an array and the array; what it returns takes the array's place.
+        length: Int[B], how many leading tokens of each row are text; None is all.
+        implementation: how the layer is computed.
+        tap: called with the name of an array and the array; its result replaces the array.
     """
 
     positions: Array
@@ -42,18 +42,17 @@ class Span(NamedTuple):
 
     @property
     def is_text(self) -> Bool[Array, "B T"] | None:
-        """Which tokens are text; None is all of them."""
+        """Which tokens are text; None is all."""
         T = self.positions.shape[1]
         return None if self.length is None else jnp.arange(T)[None] < self.length[:, None]
 
 
 class LinearCarry(NamedTuple):
-    """What a linear layer hands to the next segment.
+    """What a linear layer passes to the next segment.
 
     Attributes:
-        S: Float[B H K V], f32.
-        tail: Float[B W-1 E], the last inputs of the short convolution, in the dtype of the activations; no entries where
-            there is none.
+        S: Float[B H K V], f32 or wider.
+        tail: Float[B W-1 E], the last inputs of the short convolution, in the dtype of the activations; empty for W = 1.
     """
 
     S: Array
@@ -61,17 +60,17 @@ class LinearCarry(NamedTuple):
 
 
 class LinearMixer(nnx.Module):
-    """A linear layer of ``sizes``. Arrays that a tap is shown, in this order:
+    """A linear layer of ``sizes``. It passes these arrays, in this order, to the tap of its span:
 
     ==============  ==================  ================================================================
-    ``q``           Float[B T H K]      what the rule is given: heads repeated, q and k normalised
+    ``q``           Float[B T H K]      inputs of the rule: heads repeated, q and k normalised
     ``k``           Float[B P H K]
     ``v``           Float[B P H V]
-    ``beta``        Float[B P H]        write strengths, before those of padding are set to zero
-    ``g``           Float[B T H]        log-decays, before those of padding are set to zero
-    ``o``           Float[B T H V]      what the rule gives
+    ``beta``        Float[B P H]        write strengths, before padding is set to zero
+    ``g``           Float[B T H]        log-decays, before padding is set to zero
+    ``o``           Float[B T H V]      outputs of the rule
     ``S``           Float[B H K V]      the state after the last token of text
-    ``head_output`` Float[B T H V]      of each head after its norm and gate
+    ``head_output`` Float[B T H V]      output of each head after its norm and gate
     ``mixer_output`` Float[B T D]       added to the residual stream
     ==============  ==================  ================================================================
     """
@@ -80,7 +79,7 @@ class LinearMixer(nnx.Module):
     sizes: LinearSizes
 
     def init_carry(self, batch: int, max_length: int, dtype) -> LinearCarry:
-        """The carry before the first token of ``batch`` texts of any length."""
+        """The carry before the first token of ``batch`` texts; ``max_length`` is not used."""
         c = self.sizes
         return LinearCarry(
             jnp.zeros((batch, c.num_value_heads, c.key_dim, c.value_dim), accumulation_dtype(dtype)),
@@ -90,7 +89,7 @@ class LinearMixer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], carry: LinearCarry, span: Span
     ) -> tuple[Float[Array, "B T D"], LinearCarry]:
-        """Tokens of a segment. Padding neither writes nor decays: the carry given is that after the last token of text."""
+        """Run the tokens of a segment. Padding neither writes nor decays: the new carry is that after the last text."""
         tap, text, n = span.tap, span.is_text, self.sizes.num_householder
         if text is not None:
             x = jnp.where(text[..., None], x, 0)

@@ -1,4 +1,4 @@
-"""Sizes of one layer, whatever model it stands in."""
+"""Sizes of one layer, independent of the model."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -10,14 +10,14 @@ CHOICES = {"output_gate": get_args(OutputGate), "qk_activation": get_args(Activa
 
 
 def check_counts(sizes: Any, *may_be_zero: str) -> None:
-    """ValueError for a whole number among the fields of ``sizes`` that is below 1."""
+    """Raise ValueError if an int field of ``sizes`` is below 1; fields named in ``may_be_zero`` are not checked."""
     for name, size in vars(sizes).items():
         if isinstance(size, int) and not isinstance(size, bool) and name not in may_be_zero and size < 1:
             raise ValueError(f"{name} is {size}; expected at least 1")
 
 
 class StateShape(NamedTuple):
-    """Of a linear layer's states: H value heads of K x V."""
+    """Shape of a linear layer's states: H value heads of K x V."""
 
     heads: int
     key_dim: int
@@ -25,7 +25,7 @@ class StateShape(NamedTuple):
 
     @property
     def directions(self) -> int:
-        """Singular directions of a state: the rank of an untouched one."""
+        """Number of singular directions of a state, min(K, V): the rank of an untouched one."""
         return min(self.key_dim, self.value_dim)
 
 
@@ -39,18 +39,18 @@ class LinearSizes:
         num_value_heads: H, a multiple of ``num_key_heads``.
         key_dim: K.
         value_dim: V.
-        conv_width: W, taps of the short convolution; 1 is none.
-        num_householder: n_h, writes a token.
-        norm_eps: eps of the norm of heads' outputs.
-        write_gate: whether beta is learned, else it is one.
+        conv_width: W, taps of the short convolution; 1 is no convolution.
+        num_householder: n_h, writes of each token.
+        norm_eps: eps of the norm of the heads' outputs.
+        write_gate: whether beta is learned; else it is 1 (2 with negative eigenvalues).
         forget_gate: whether the state decays.
         negative_eigenvalues: whether beta reaches 2 rather than 1.
         output_gate: activation of the output gate; None is no gate.
-        qk_activation: of queries and keys.
-        qk_norm: "l2", or "sum" for the sum of magnitudes.
+        qk_activation: activation of queries and keys.
+        qk_norm: norm that queries and keys are divided by: "l2", or "sum" for the sum of magnitudes.
 
     Raises:
-        ValueError: sizes that contradict one another, or an option that there is not.
+        ValueError: sizes that contradict one another, or an unknown option.
     """
 
     width: int
@@ -83,7 +83,7 @@ class LinearSizes:
 
     @property
     def conv_channels(self) -> int:
-        """E: queries, keys and values side by side."""
+        """E, channels of the convolution: queries, keys and values side by side."""
         n = self.num_householder
         return (1 + n) * self.num_key_heads * self.key_dim + n * self.num_value_heads * self.value_dim
 
@@ -95,10 +95,10 @@ class AttentionSizes:
     Attributes:
         num_query_heads: query heads, a multiple of ``num_kv_heads``.
         num_kv_heads: key/value heads.
-        head_dim: of a head.
-        rope_theta: base of the rotation's frequencies.
-        window: tokens that a token reads, itself included; None is all before it.
-        rotary_dim: leading entries of a head that rotate with the position, even; None is all of them.
+        head_dim: entries of a head.
+        rope_theta: base of the rotary frequencies.
+        window: tokens that a token reads, itself included; None is all up to it.
+        rotary_dim: leading entries of a head that rotate with the position, an even number; None is all.
         bias: whether queries, keys and values have a bias.
 
     Raises:

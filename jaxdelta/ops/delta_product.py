@@ -1,4 +1,4 @@
-"""The gated delta product: n_h Householder steps a token, the decay once, before the first of them.
+"""The gated delta product: n_h Householder steps for each token, and one decay before the first of them.
 
     S_{t,0} = exp(g_t) S_{t-1};   S_{t,j} = S_{t,j-1} + beta_{t,j} k_{t,j} (v_{t,j} - S_{t,j-1}^T k_{t,j})^T,  j = 1 .. n_h
     S_t = S_{t,n_h};   o_t = scale * S_t^T q_t
@@ -28,12 +28,13 @@ def gated_delta_product(
     state: State | None = None,
     scale: float | None = None,
 ) -> tuple[Values, State]:
-    """The recurrence itself, one step after the other.
+    """The recurrence itself, step by step.
 
     Args:
-        q: [B, T, H, K], l2-normalised and repeated to the H value heads, as k.
-        k, v, beta: T * num_householder entries along the tokens, a token's steps side by side.
+        q: [B, T, H, K], l2-normalised, with key heads repeated to the H value heads; the same holds for k.
+        k, v, beta: P = T * num_householder entries along the tokens, the steps of a token side by side.
         g: [B, T, H], natural log of the decay, <= 0; None is no decay, minus infinity empties the state.
+        num_householder: n_h, steps for each token.
         state: S before the first token; None is zeros.
         scale: factor on q; None is K^-1/2.
 
@@ -41,8 +42,9 @@ def gated_delta_product(
         o, [B, T, H, V], and the state after the last token, in f32 or wider.
 
     Raises:
-        ValueError: ``num_householder`` is below 1, k, v or beta do not have T * num_householder entries, g not T, or other
-            shapes that do not fit.
+        TypeError: ``num_householder`` is not a whole number.
+        ValueError: ``num_householder`` is below 1, k, v or beta do not have T * num_householder entries, g does not have T,
+            or other shapes do not fit.
     """
     g = _decay_of_steps(q, k, v, beta, g, num_householder)
     steps = jnp.zeros((*k.shape[:3], q.shape[-1]), q.dtype).at[:, num_householder - 1 :: num_householder].set(q)
@@ -63,10 +65,14 @@ def gated_delta_product_chunked(
     scale: float | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Values, State]:
-    """The map of :func:`gated_delta_product`, computed in chunks of matrix products. Any T; differentiable in both modes.
+    """:func:`gated_delta_product` computed in chunks by matrix products, for any T; differentiable in both modes.
 
-    ``chunk_size`` counts steps and never changes the result. Shapes, units, errors: :func:`gated_delta_product`; ValueError
-    too where ``chunk_size`` is below 1.
+    ``chunk_size`` counts steps and changes the result by rounding only. For shapes and units see
+    :func:`gated_delta_product`.
+
+    Raises:
+        TypeError: ``num_householder`` or ``chunk_size`` is not a whole number.
+        ValueError: as :func:`gated_delta_product`, or ``chunk_size`` is below 1.
     """
     g = _decay_of_steps(q, k, v, beta, g, num_householder)
     prepared = prepare(q, k, v, g, beta, state, scale)
@@ -74,7 +80,7 @@ def gated_delta_product_chunked(
 
 
 def _decay_of_steps(q, k, v, beta, g, n: int):
-    """g of every step: the token's at the first, zero at the others."""
+    """g of every step: the token's decay at its first step, zero at the others. Checks shapes."""
     if whole_number("num_householder", n) < 1:
         raise ValueError(f"num_householder is {n}; expected at least 1")
     if np.ndim(q) != 4:

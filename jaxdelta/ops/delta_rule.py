@@ -11,14 +11,14 @@ Chunked form of C tokens, with D_ij = exp(sum_{j<t<=i} g_t) for i >= j, Gamma_i 
 before the chunk:
 
     X  = (I + tril(beta_i k_i.k_j, -1))^{-1}          free of decay: (I + A * D)^{-1} = X * D entry by entry
-    N  = (X * D * beta_j) (v - Gamma (k S))           what each token really writes
+    N  = (X * D * beta_j) (v - Gamma (k S))           what each token writes along its key
     o  = scale * (Gamma (q S) + ((q k^T) * D) N)
     S' = Gamma_C S + k^T (D_C N)                       D_C: the last row of D
 
 ``ops/README.md`` derives it. D comes from masked segment sums and not from differences of one cumulative sum, which
-cancel where strong and weak decays meet (an error of 3e-4 of o in f32); the mask is applied before ``exp``, since what is
-masked out overflows and would turn gradients into NaN. Decays below ``LEAST`` are taken for it in every form: exp of it is
-0 in f64, and sums of it stay finite where those of minus infinity, a reset of the state, do not.
+cancel where strong and weak decays meet (a relative error of 3e-4 in o in f32). The mask is applied before ``exp``: masked
+entries would overflow and turn gradients into NaN. Every form replaces log-decays below ``LEAST`` by ``LEAST``, whose exp
+is 0 in f64: unlike those of minus infinity (a reset of the state), its sums stay finite.
 """
 
 import jax
@@ -46,7 +46,11 @@ CHUNK_SIZE = 64
 
 
 def prepare(q, k, v, g, beta, state, scale):
-    """Check the shapes, widen everything to one dtype, scale the queries, bound the decays and fill in a zero state."""
+    """Check shapes, widen all arrays to one dtype, scale the queries, bound the log-decays and fill in a zero state.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
     _check_shapes(q, k, v, g, beta, state)
     dtype = accumulation_dtype(q, k, v, g, beta, *(() if state is None else (state,)))
     q, k, v, g, beta = (jnp.asarray(x, dtype) for x in (q, k, v, g, beta))
@@ -57,12 +61,12 @@ def prepare(q, k, v, g, beta, state, scale):
 
 
 def bounded(g: Array) -> Array:
-    """Log-decays of at least ``LEAST``, with a zero derivative below, as exp has it."""
+    """Log-decays clipped from below at ``LEAST``; the derivative below is zero, like that of exp there."""
     return jnp.where(g < LEAST, LEAST, g)
 
 
 def _check_shapes(q, k, v, g, beta, state) -> None:
-    """Raise ValueError for what would be broadcast, or fail in a product further on. k, v, g and beta may be of P steps."""
+    """Raise ValueError for shapes that would broadcast or fail later. k, v, g and beta have P steps."""
     for name, x, axes in (("q", q, "T, H, K"), ("k", k, "P, H, K"), ("v", v, "P, H, V")):
         if np.ndim(x) != 4:
             raise ValueError(f"{name} has shape {np.shape(x)}; expected [B, {axes}]")
@@ -90,12 +94,12 @@ def gated_delta_rule(
     state: State | None = None,
     scale: float | None = None,
 ) -> tuple[Values, State]:
-    """The recurrence itself, one token after the other: the definition that every other form is tested against.
+    """The recurrence itself, token by token: the definition against which every other form is tested.
 
     Args:
-        q, k: already l2-normalised, and repeated to the H value heads.
+        q, k: already l2-normalised, with key heads repeated to the H value heads.
         g: natural log of the decay, <= 0; minus infinity empties the state.
-        beta: write strength in [0, 2]. Outside it, or with keys longer than one, the state can grow without bound.
+        beta: write strength in [0, 2]. Outside this range, or with keys longer than one, the state can grow without bound.
         state: S before the first token; None is zeros.
         scale: factor on q; None is K^-1/2.
 
@@ -130,19 +134,20 @@ def gated_delta_rule_chunked(
     scale: float | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Values, State]:
-    """The map of :func:`gated_delta_rule`, computed in chunks of matrix products. Any T; differentiable in both modes.
+    """:func:`gated_delta_rule` computed in chunks by matrix products, for any T; differentiable in both modes.
 
-    ``chunk_size`` never changes the result; on a CPU 32 was faster. Shapes, units and the other arguments:
+    ``chunk_size`` changes the result by rounding only; 32 was faster on a CPU. For shapes and units see
     :func:`gated_delta_rule`.
 
     Raises:
+        TypeError: ``chunk_size`` is not a whole number.
         ValueError: ``chunk_size`` is below 1, or shapes that do not fit.
     """
     return chunked(*prepare(q, k, v, g, beta, state, scale), chunk_size=checked_chunk_size(chunk_size))
 
 
 def checked_chunk_size(chunk_size: int) -> int:
-    """The chunk size; ValueError below 1."""
+    """``chunk_size``; raises TypeError unless it is a whole number, ValueError below 1."""
     if whole_number("chunk_size", chunk_size) < 1:
         raise ValueError(f"chunk_size is {chunk_size}; expected at least 1")
     return chunk_size
@@ -151,9 +156,9 @@ def checked_chunk_size(chunk_size: int) -> int:
 def chunked(
     q: Keys, k: StepKeys, v: StepValues, g: StepGates, beta: StepGates, S: State, *, chunk_size: int, steps: int = 1
 ) -> tuple[Values, State]:
-    """The chunked form of one dtype and scaled queries, where every token writes ``steps`` times and reads after the last.
+    """The chunked form for arrays from :func:`prepare`; a token writes ``steps`` times and reads after its last write.
 
-    q and o have T tokens; k, v, g and beta have P = T * steps writes, a token's side by side.
+    q and o have T tokens; k, v, g and beta have P = T * steps writes, those of a token side by side.
     """
     T = q.shape[1]
     C = max(1, min(chunk_size // steps, T))
@@ -181,7 +186,7 @@ def chunked(
         S = gamma[..., -1:, :] * S + jnp.einsum("bhck,bhcv->bhkv", k, D_last[..., None] * N, precision=HIGHEST)
         return S, o
 
-    # Backward, a chunk is run again from its state: kept are the states alone.
+    # The backward pass recomputes a chunk from its state, so only the states are kept.
     S, o = jax.lax.scan(jax.checkpoint(step), S, (q, k, v, gamma, write, read, D[..., -1, :]))
     o = jnp.moveaxis(o, 3, 2)  # N B C H V
     o = jnp.moveaxis(o, 0, 1).reshape(o.shape[1], -1, *o.shape[3:])
@@ -206,11 +211,11 @@ def _segment_sums(g: Float[Array, "*batch C"]) -> Float[Array, "*batch C C"]:
 
 @jax.custom_jvp
 def inverse_unit_lower(A: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C"]:
-    """(I + A)^{-1} for strictly lower triangular A, by a ladder of growing diagonal blocks.
+    """(I + A)^{-1} for strictly lower triangular A, from diagonal blocks of doubling size.
 
-    With X the inverse of the blocks of size b and L the part of A that joins two neighbours, X - X L X inverts the
-    blocks of size 2b: matrix products only, and backward stable. Neumann doubling and Newton's iteration form powers of A,
-    which on correlated keys exceed the inverse by many orders of magnitude (relative errors of 1e1 to 1e8 in f32).
+    If X is the inverse of the blocks of size b and L the part of A that joins two neighbours, X - X L X is the inverse of
+    the blocks of size 2b: matrix products only, and backward stable. Neumann doubling and Newton's iteration form powers of
+    A, which for correlated keys exceed the inverse by many orders of magnitude (relative errors of 1e1 to 1e8 in f32).
     """
     C = A.shape[-1]
     index = jnp.arange(C)

@@ -1,20 +1,20 @@
-"""Singular directions of states, right down to the faint ones.
+"""Singular directions of states, accurate down to the faint ones.
 
     S = sum_i u_i (sigma_i v_i)^T,   i = 1 .. min(K, V)          u_i: key directions, K long; v_i: value directions, V long
 
-A carried state decays over many orders of magnitude, and in f32 neither the Gram matrix S S^T (noise below 3e-4 sigma_1)
-nor an SVD (below 1e-5 sigma_1) knows its faint directions. Here everything runs in f64, whatever jax's setting, and is
-rounded once at the end:
+The spectrum of a carried state spans many orders of magnitude, and f32 does not resolve its faint directions: noise covers
+those below 3e-4 sigma_1 in the Gram matrix S S^T and below 1e-5 sigma_1 in an SVD. Here everything runs in f64, whatever
+jax's setting, and is rounded once at the end:
 
     U from eigh(S S^T),   B = U^T S,   sigma_i = |B_i|,   sigma_i v_i = B_i
 
-The Gram matrix is off by about eps sigma_1^2, so directions mix by eps (sigma_1 / sigma)^2. How far the rows of B are from
-orthogonal tells by how much; where it is more than ``MIXED``, the rows below ``FAINT`` sigma_1 are taken apart once more by
-the eigh of their own Gram matrix, whose error is relative to the largest of them. No SVD is called: on a GPU it would be
-many sweeps of small rotations.
+The Gram matrix is off by about eps sigma_1^2, so directions mix by eps (sigma_1 / sigma)^2. The rows of B show by how much:
+they would be orthogonal without mixing. If it exceeds ``MIXED``, the rows below ``FAINT`` sigma_1 are separated again by
+the eigh of their own Gram matrix, whose error is relative to the largest of them. No SVD is called: on a GPU it takes many
+sweeps of small rotations.
 
-Half a unit in the last place of the state itself moves sigma_i by eps(f32) sigma_1: :func:`below_rounding` says which
-directions of an f32 state are no more than its rounding.
+Half a unit in the last place of the state itself moves sigma_i by eps(f32) sigma_1. :func:`below_rounding` tells which
+directions of an f32 state cannot be told from its rounding.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxdelta.dims import AnyArray, Matrices, along_last, as_matrices, matmul
 
-FAINT = 1e-3  # of sigma_1; from here down a second Gram matrix holds what the first one lost
-FAINTEST = 5e-7  # of sigma_1; what lies below may stay mixed
-MIXED = 1e-5  # sum of a direction's cosines with the others; sigma is off by less
-LOST = 1e-7  # share of a direction's square that directions below FAINTEST hold; half of it is missing in sigma
+FAINT = 1e-3  # of sigma_1; below it a second Gram matrix recovers what the first one lost
+FAINTEST = 5e-7  # of sigma_1; directions below may stay mixed
+MIXED = 1e-5  # sum of a direction's cosines with the others; the error of sigma is smaller
+LOST = 1e-7  # share of a direction's square held by directions below FAINTEST; sigma lacks half of it
 
 
 class Directions(NamedTuple):
-    """A state as the sum of ``U[:, i] right[i]``, the largest sigma first; constants under differentiation.
+    """A state as the sum of ``U[:, i] right[i]``, the largest sigma first; constants in derivatives.
 
     Attributes:
         U: Float[*batch K D], left singular vectors (key directions), D = min(K, V).
@@ -57,7 +57,7 @@ def directions(S: Matrices) -> Directions:
 
 
 def scaled(S: Matrices, factors: Shaped[AnyArray, "..."]) -> Matrices:
-    """S with direction i multiplied by ``factors[..., i]``, which broadcast over the leading axes.
+    """S with singular direction i multiplied by ``factors[..., i]``, which broadcast over the leading axes.
 
     The derivative takes the directions as constants:
 
@@ -67,15 +67,15 @@ def scaled(S: Matrices, factors: Shaped[AnyArray, "..."]) -> Matrices:
     factors = jnp.broadcast_to(jnp.asarray(factors, S.dtype), (*S.shape[:-2], min(S.shape[-2:])))
     U, exact = _scaled(S, factors)
     linear = matmul(U, factors[..., None] * matmul(jnp.swapaxes(U, -1, -2), S))
-    return linear + jax.lax.stop_gradient(exact - linear)  # in f32 products with U lose what is faint
+    return linear + jax.lax.stop_gradient(exact - linear)  # products with U in f32 lose the faint directions
 
 
 def gate_derivatives(
     S: Matrices, G: Float[AnyArray, "R *batch K V"]
 ) -> tuple[Float[Array, "*batch D"], Float[Array, "R *batch D"]]:
-    """sigma of each direction of S, descending, and for each cotangent G the derivative for a gate on that direction.
+    """sigma of each direction of S, descending, and for each cotangent G = dL/dS the derivative for a gate on it.
 
-    gate_i = sigma_i u_i^T G v_i, for D = min(K, V) directions; constants under differentiation.
+    gate_i = sigma_i u_i^T G v_i for D = min(K, V) directions; both results are constants in derivatives.
     """
     S = as_matrices(S)
     sigma, found = _gate_derivatives(S, jnp.moveaxis(jnp.asarray(G, S.dtype), 0, -3))
@@ -83,9 +83,9 @@ def gate_derivatives(
 
 
 def below_rounding(sigma: Float[AnyArray, "*batch D"], size: int | Float[np.ndarray, "..."]) -> Bool[AnyArray, "*batch D"]:
-    """Which directions of f32 states are zero, NaN, or below max(K, V) eps(f32) sigma_1, the state's rounding.
+    """Which directions of f32 states are zero, NaN, or below max(K, V) eps(f32) sigma_1, the rounding of the state.
 
-    ``size`` is max(K, V), or an array of them over trailing axes of ``sigma``.
+    ``size`` is max(K, V), or an array of such numbers that broadcasts against ``sigma``.
     """
     return ~((sigma >= size * np.finfo(np.float32).eps * sigma[..., :1]) & (sigma > 0))
 
@@ -93,8 +93,8 @@ def below_rounding(sigma: Float[AnyArray, "*batch D"], size: int | Float[np.ndar
 def _in_f64(function: Callable) -> Callable:
     """``function`` of matrices computed in f64 and rounded to their dtype, with zero derivatives.
 
-    A region of another precision cannot be batched or differentiated from outside, so it says itself how: its functions
-    take any leading axes.
+    jax cannot batch or differentiate a region of another precision, so both rules are given here: ``function`` takes any
+    leading axes.
     """
 
     @custom_vmap
@@ -128,7 +128,7 @@ def _directions(S: Array) -> Directions:
     S = S / largest
     U = _eigenvectors(matmul(S, jnp.swapaxes(S, -1, -2)))
     B = matmul(jnp.swapaxes(U, -1, -2), S)
-    if S.shape[-2] > S.shape[-1]:  # U has directions that S does not have, into which its faint ones leak
+    if S.shape[-2] > S.shape[-1]:  # U has more directions than S, and the faint ones of S leak into them
         U, B = _taken_apart(U, B)
     else:
         U, B = jax.lax.cond(_is_mixed(B), _taken_apart, lambda U, B: (U, B), U, B)
@@ -153,13 +153,13 @@ def _gate_derivatives(S: Array, G: Array) -> tuple[Array, Array]:
 
 
 def _eigenvectors(G: Array) -> Array:
-    """Of a symmetric matrix, those of the largest eigenvalue first."""
+    """Eigenvectors of a symmetric matrix, the largest eigenvalue first."""
     return jnp.linalg.eigh(G, symmetrize_input=False)[1][..., ::-1]
 
 
 def _is_mixed(B: Array) -> Bool[Array, ""]:
-    """Whether rows of B are not orthogonal: any direction above ``FAINTEST`` shares more than ``MIXED`` with the others, or
-    has lost more than ``LOST`` to those below."""
+    """Whether rows of B are not orthogonal: a direction above ``FAINTEST`` shares more than ``MIXED`` with the others, or
+    has lost more than ``LOST`` to directions below."""
     sigma = _norms(B)
     known = sigma > FAINTEST * jnp.max(sigma, axis=-1, keepdims=True)
     scale = jnp.where(known, 1 / jnp.where(known, sigma, 1.0), 0.0)[..., None]
@@ -176,7 +176,7 @@ def _taken_apart(U: Array, B: Array) -> tuple[Array, Array]:
     faint = sigma <= FAINT * jnp.max(sigma, axis=-1, keepdims=True)
     largest = jnp.max(jnp.where(faint, sigma, 0.0), axis=-1)[..., None, None]
     rows = jnp.where(faint[..., None], B, 0.0) / jnp.where(largest > 0, largest, 1.0)
-    # The others stay where they are: eigenvalues of their own, apart from one another and above all of these.
+    # The other rows stay in place: they get distinct eigenvalues above those of the faint rows.
     n = sigma.shape[-1]
     kept = jnp.where(faint, 0.0, along_last(n + 1.0 + jnp.arange(n, 0.0, -1.0), faint))
     gram = matmul(rows, jnp.swapaxes(rows, -1, -2))

@@ -1,4 +1,4 @@
-"""Generalised Householder factors, their products, and what is exact about them, measured on given matrices.
+"""Generalised Householder factors, their products, and measures of the exact facts about them.
 
     H(k, beta) = I - beta k k^T                 A = alpha H(k_n, beta_n) ... H(k_1, beta_1),  n = n_h factors
 
@@ -8,13 +8,13 @@ A is a token's transition of the gated delta product, the first step's factor ri
 - H has the eigenvalue 1 - beta along k and 1 on the hyperplane orthogonal to k, so det H = 1 - beta, its singular values
   are |1 - beta| and ones, and A is non-expansive: ||A||_2 <= alpha;
 - the n_h hyperplanes meet in at least d - n_h dimensions, where A is alpha I: rank(A - alpha I) <= n_h, and for n_h < d the
-  spectral radius is alpha, whatever beta. It is 1 without a forget gate, and with one it is not;
+  spectral radius is alpha, whatever beta; without a forget gate it is 1;
 - with every beta = 2 and alpha = 1, A is orthogonal and det A = (-1)^n_h.
 
 :func:`factor` and :func:`transition` are jax functions. They compute in the dtype of their arguments and at least f32;
-float64 numpy arrays are computed in f64, whatever jax's setting, and come back as numpy arrays. What measures a matrix runs
-in numpy on the host in the dtype of the matrix and at least f32, since eigenvalues of a nonsymmetric matrix do not exist on
-an accelerator. Sources: classical linear algebra; Siems et al., "DeltaProduct", arXiv 2502.10297, for the product.
+float64 numpy arrays are computed in f64 whatever jax's setting and give numpy arrays. The measures of a matrix run in numpy
+on the host, in the dtype of the matrix and at least f32, because jax has no eigenvalues of nonsymmetric matrices on an
+accelerator. Sources: classical linear algebra; for the product Siems et al., "DeltaProduct", arXiv 2502.10297.
 """
 
 from typing import TypeAlias
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from jaxdelta.dims import HIGHEST, AnyArray, accumulation_dtype, is_traced, keeps_f64
 
-Measured: TypeAlias = np.ndarray | np.number  # [*batch]; of one matrix a scalar
+Measured: TypeAlias = np.ndarray | np.number  # [*batch]; a scalar for one matrix
 
 UNIT_TOLERANCE = 100.0  # on ||k||^2 - 1, in units of eps
 RANK_TOLERANCE = 10.0  # in units of d * eps * the largest entry
@@ -50,14 +50,14 @@ def transition(k: Float[AnyArray, "*batch n_h d"], beta, alpha=None, *, unit: bo
     """alpha H(k_n, beta_n) ... H(k_1, beta_1): the first factor is rightmost and acts first. Differentiable in both modes.
 
     Args:
-        k: keys of the n_h factors. Where beta is 0, a key may be anything finite, zeros for one.
+        k: keys of the n_h factors. Where beta is 0, any finite key is allowed, also zero.
         beta: write strengths [*batch, n_h] in [0, 2], or one number for all.
         alpha: decays [*batch] in [0, 1], or one number; None is 1.
         unit: False admits keys of any length.
 
     Raises:
-        ValueError: n_h < 1, shapes that do not fit, and, for values known outside of jit, beta outside of [0, 2], alpha
-            outside of [0, 1], a key that is not finite, or not of unit norm (by more than 100 eps in its square).
+        ValueError: n_h < 1, or shapes that do not fit. Outside jit also: beta outside [0, 2], alpha outside [0, 1], or a
+            key that is not finite or whose squared norm is off 1 by more than 100 eps.
     """
     k, beta = jnp.asarray(k), jnp.asarray(beta)
     alpha = jnp.asarray(1.0 if alpha is None else alpha)
@@ -77,7 +77,7 @@ def transition(k: Float[AnyArray, "*batch n_h d"], beta, alpha=None, *, unit: bo
 def product(
     k: Float[AnyArray, "*batch n_h d"], beta: Float[AnyArray, "*batch n_h"], alpha: Float[AnyArray, "*batch"]
 ) -> Float[Array, "*batch d d"]:
-    """:func:`transition` of arrays of one dtype with whatever values: no strength, decay or key is refused."""
+    """:func:`transition` without checks, for arrays of one dtype."""
 
     def apply(A, step):
         k, beta = step
@@ -111,7 +111,7 @@ def as_square(A, name: str = "A") -> np.ndarray:
     """``A`` as a numpy array [*batch, d, d] in f32 or f64.
 
     Raises:
-        ValueError: it is not square, d is 0, or an entry is not finite.
+        ValueError: ``A`` is not square, d is 0, or an entry is not finite.
     """
     A = np.asarray(A)
     if A.ndim < 2 or A.shape[-1] != A.shape[-2] or A.shape[-1] < 1:
@@ -123,13 +123,13 @@ def as_square(A, name: str = "A") -> np.ndarray:
 
 
 def eigenvalues(A) -> np.ndarray:
-    """Eigenvalues, complex [*batch, d], by descending modulus. ValueError as :func:`as_square`."""
+    """Eigenvalues, complex [*batch, d], by descending modulus. Raises ValueError as :func:`as_square`."""
     found = np.linalg.eigvals(as_square(A)) + 0j
     return np.take_along_axis(found, np.argsort(-np.abs(found), axis=-1), -1)
 
 
 def spectral_radius(A) -> Measured:
-    """The largest modulus of an eigenvalue, [*batch]. ValueError as :func:`as_square`."""
+    """The largest modulus of an eigenvalue, [*batch]. Raises ValueError as :func:`as_square`."""
     return np.abs(eigenvalues(A)[..., 0])
 
 
@@ -138,11 +138,11 @@ def active_rank(A, alpha: np.ndarray | float = 1.0, *, tolerance: float | None =
 
     Args:
         alpha: decays [*batch] or one number.
-        tolerance: singular values up to it are zeros; None is 10 d eps times the largest entry of A or alpha, for that is
-            what the rounding of A leaves. It is not relative to A - alpha I, which may be small and known to eps only.
+        tolerance: singular values up to it count as zero; None is 10 d eps times the larger of the largest entry of A and
+            alpha, the rounding error of A. It is not relative to A - alpha I, which may be small and known to eps only.
 
     Raises:
-        ValueError: as :func:`as_square`, or alpha does not fit.
+        ValueError: as :func:`as_square`, or the shape of alpha does not fit.
     """
     A = as_square(A)
     alpha = np.asarray(alpha, A.dtype)
@@ -156,17 +156,17 @@ def active_rank(A, alpha: np.ndarray | float = 1.0, *, tolerance: float | None =
 
 
 def frozen_dimension(A, alpha: np.ndarray | float = 1.0, *, tolerance: float | None = None) -> Measured:
-    """dim ker(A - alpha I), int [*batch]: the directions that A only decays. Arguments, errors: :func:`active_rank`."""
+    """dim ker(A - alpha I), int [*batch]: the directions that A only decays. See :func:`active_rank`."""
     return np.shape(A)[-1] - active_rank(A, alpha, tolerance=tolerance)
 
 
 def determinant(A) -> Measured:
-    """det A, [*batch]. ValueError as :func:`as_square`."""
+    """det A, [*batch]. Raises ValueError as :func:`as_square`."""
     return np.linalg.det(as_square(A))
 
 
 def parity(g, *, tolerance: float | None = None) -> Measured:
-    """det g of orthogonal matrices, int [*batch]: 1 for a product of an even number of reflections, -1 of an odd one.
+    """det g of orthogonal matrices, int [*batch]: 1 for an even number of reflections, -1 for an odd number.
 
     Raises:
         ValueError: as :func:`check_orthogonal`.
@@ -175,20 +175,20 @@ def parity(g, *, tolerance: float | None = None) -> Measured:
 
 
 def expansion(A) -> Measured:
-    """||A||_2 - 1, [*batch]: at most 0, up to rounding, where A lengthens nothing. ValueError as :func:`as_square`."""
+    """||A||_2 - 1, [*batch]: at most 0, up to rounding, if no vector grows. Raises ValueError as :func:`as_square`."""
     return np.linalg.norm(as_square(A), 2, axis=(-2, -1)) - 1
 
 
 def orthogonality_defect(A) -> Measured:
-    """||A^T A - I||_2, [*batch]: the most by which A changes a squared length. ValueError as :func:`as_square`."""
+    """||A^T A - I||_2, [*batch]: the largest change of a squared length. Raises ValueError as :func:`as_square`."""
     return np.linalg.norm(_gram_excess(as_square(A)), 2, axis=(-2, -1))
 
 
 def check_orthogonal(g, *, tolerance: float | None = None) -> np.ndarray:
-    """``g`` as :func:`as_square` gives it, where ||g^T g - I||_F is at most ``tolerance`` (None: 10 d eps).
+    """``g`` as :func:`as_square` gives it, after checking that ||g^T g - I||_F is at most ``tolerance`` (None: 10 d eps).
 
     Raises:
-        ValueError: as :func:`as_square`, or it is more.
+        ValueError: as :func:`as_square`, or ``g`` is not orthogonal.
     """
     g = as_square(g, "g")
     if tolerance is None:

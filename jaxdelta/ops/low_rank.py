@@ -2,25 +2,25 @@
 
     S_r = U_r U_r^T S            U_r: the r left singular vectors (key directions) of the K x V state S
 
-Three ways to U_r: subspace iteration (fast, batched, warm-started), eigh of the Gram matrix S S^T, and SVD. Each takes any
-leading axes and a traced rank for every state, and stacks all of them into one call: several independent batched LAPACK
-calls in one program can deadlock a CPU with few cores.
+U_r comes from subspace iteration (fast, batched, warm-started), from eigh of the Gram matrix S S^T, or from an SVD. Each
+takes any leading axes and a traced rank for every state, all in one call: several independent batched LAPACK calls in one
+program can deadlock a CPU with few cores.
 
 Subspace iteration applies S and S^T in two half steps, each followed by an orthonormalisation (shifted Cholesky-QR,
 Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa, arXiv 1809.11085); applying S S^T at once would square the condition
-number and break f32. A Rayleigh-Ritz step gives the directions. After each round the energy still missed by the kept
-directions is estimated from the residuals of the Ritz pairs, and rounds go on until it is below ``TOLERANCE`` of the energy
-kept, so the spectrum decides their number; a batch that has not come there in ``MAX_ROUNDS`` (flat spectra) is cut by eigh.
+number and break f32. A Rayleigh-Ritz step gives the directions. After each round, the energy that the kept directions still
+miss is estimated from the residuals of the Ritz pairs; iteration stops when it is at most ``TOLERANCE`` of the energy kept.
+If a batch is not there after ``MAX_ROUNDS`` rounds, as with flat spectra, eigh truncates it.
 
-The derivative of S -> S_r is that of the spectral projector P (Daleckii-Krein), with gaps between kept and discarded
-eigenvalues alone, so equal singular values within either block are no obstacle:
+The derivative of S -> S_r uses that of the spectral projector P (Daleckii-Krein). Only gaps between kept and discarded
+eigenvalues enter, so equal singular values within either block do no harm:
 
     d(P S) = P dS + dP S,     dP = Q (F * (Q^T (dS S^T + S dS^T) Q)) Q^T,     F_ij = 1 / (sigma_i^2 - sigma_j^2)
 
-for i kept and j discarded (and mirrored), 0 within a block; Q, sigma from an SVD, since in f32 the Gram matrix loses all
-sigma below 3e-4 sigma_1. Without a gap between r and r + 1 the derivative does not exist: where sigma_r - sigma_{r+1} is at
-most ``GAP_TOLERANCE`` eps sigma_1 the projector's part is dropped and P dS alone remains. :func:`has_gap` says for which
-states.
+for i kept and j discarded, F_ji = F_ij, and 0 within a block. Q and sigma come from an SVD, because the Gram matrix in f32
+loses all sigma below 3e-4 sigma_1. Without a gap between sigma_r and sigma_{r+1} the derivative does not exist: where the
+gap is at most ``GAP_TOLERANCE`` eps sigma_1, the term dP S is dropped and P dS remains. :func:`has_gap` tells where it
+exists.
 """
 
 from functools import partial
@@ -34,23 +34,23 @@ from jaxtyping import Array, Bool, Float, Shaped
 from jaxdelta.dims import HIGHEST, Matrices, accumulation_dtype, along_last, first, is_traced, keeps_f64
 
 Method = Literal["subspace", "eigh", "svd"]
-Rank: TypeAlias = int | np.integer | np.ndarray | Shaped[Array, "..."]  # of whole numbers, which is checked
+Rank: TypeAlias = int | np.integer | np.ndarray | Shaped[Array, "..."]  # whole numbers, checked at run time
 
 TOLERANCE = 3e-6  # energy missed over energy kept at which rounds stop
 GAP_TOLERANCE = 100.0  # in units of eps * sigma_1
 MAX_ROUNDS = 16
-OVERSAMPLING = 8  # directions carried beyond max_rank, at least
-PROBES = 4  # of them random, to find directions that a basis lacks
+OVERSAMPLING = 8  # least number of directions carried beyond max_rank
+PROBES = 4  # of these are random, to find directions that the basis lacks
 
 
 class Truncation(NamedTuple):
-    """What a truncation gives: the state, and how it was found.
+    """A truncated state and how it was found.
 
     Attributes:
-        state: S_r, in the dtype of the state given (f32 or wider).
-        basis: Float[*batch K Q], approximate left singular vectors in descending order; starts the next truncation.
-        missed: Float[*batch], estimate of the energy missed over the energy kept, 0 where an exact method was used.
-        rounds: Int[], rounds of subspace iteration run, 0 for the exact methods; MAX_ROUNDS + 1 says that eigh took over.
+        state: S_r, in the dtype of S and at least f32.
+        basis: Float[*batch K Q], approximate left singular vectors in descending order; can start the next truncation.
+        missed: Float[*batch], estimated energy missed over energy kept; 0 for the exact methods (eigh, svd).
+        rounds: Int[], rounds of subspace iteration; 0 for the exact methods, MAX_ROUNDS + 1 where eigh took over.
     """
 
     state: Array
@@ -70,29 +70,31 @@ def truncate(
     """Keep the leading ``rank`` singular directions of every K x V matrix of ``S``.
 
     Args:
-        S: states, any leading axes.
-        rank: 1 .. min(K, V), one or an array (traced or not) broadcast over the leading axes. min(K, V) is the identity.
-        method: None takes subspace iteration where ``max_rank`` is known and at most a quarter of min(K, V), else eigh.
-        max_rank: static bound of ``rank``, from which the width of the subspace follows; ranks of min(K, V) are free of
-            it. Default: the largest rank below min(K, V) where ranks are known, else min(K, V).
+        S: states [*batch, K, V].
+        rank: 1 .. min(K, V), a number or an array (traced or not) that broadcasts over the leading axes. min(K, V) is the
+            identity.
+        method: None takes subspace iteration where ``max_rank`` is at most a quarter of min(K, V), else eigh.
+        max_rank: static bound of ``rank``, which sets the width of the subspace; ranks of min(K, V) may exceed it. None is
+            the largest rank below min(K, V), or min(K, V) where ranks are traced.
 
-    How exact each method is in f32, by sigma_r / sigma_1 of the last direction kept: what is left, |S - S_r|, beside the
-    least that any matrix of rank r leaves (log-spaced spectra of 32 x 32 and 128 x 128):
+    Accuracy in f32 by sigma_r / sigma_1 of the last direction kept: ||S - S_r|| relative to the least that any matrix of
+    rank r leaves (log-spaced spectra of 32 x 32 and 128 x 128):
 
-        sigma_r / sigma_1    1e-2     1e-3     1e-4     1e-5        error beside the best, over sigma_1
+        sigma_r / sigma_1    1e-2     1e-3     1e-4     1e-5        error beyond the least, over sigma_1
         subspace             1.01     1.03     2        20          energy missed at most 3e-6 of that kept
         eigh                 1.00     1.08     3        25          1e-3 (an f32 Gram matrix)
         svd                  1.00     1.00     1.00     1.00        2e-6
 
-    So a rank in the faint part of a spectrum, below 1e-3 sigma_1, is for "svd"; f64 states have every method exact there.
+    Take "svd" for a rank in the faint part of a spectrum, below 1e-3 sigma_1; for f64 states every method is exact there.
 
     Returns:
-        The truncated states. Differentiable once, in both modes, by the derivative above; second derivatives go through
-        an SVD and are NaN at equal singular values. A traced rank that breaks its bounds gives NaN, since a compiled
-        function cannot raise.
+        The truncated states, in f32 or wider. First derivatives exist in both modes and are those of the module's text;
+        second derivatives go through an SVD and are NaN at equal singular values. A traced rank out of bounds gives NaN,
+        because a compiled function cannot raise.
 
     Raises:
-        ValueError: a rank, known outside of jit, is below 1 or above min(K, V), or exceeds ``max_rank``.
+        ValueError: a rank that is not traced is not an integer, is outside 1 .. min(K, V) or exceeds ``max_rank``;
+            ``max_rank`` is outside 1 .. min(K, V); or ``method`` is unknown.
     """
     return truncation(S, rank, method=method, max_rank=max_rank).state
 
@@ -105,12 +107,12 @@ def truncation(
     max_rank: int | None = None,
     basis: Float[Array, "*batch K Q"] | None = None,
 ) -> Truncation:
-    """:func:`truncate` with its basis and what is known of it; ``basis`` of an earlier call starts the subspace iteration.
+    """:func:`truncate` with its basis and accuracy; the ``basis`` of an earlier call starts the subspace iteration.
 
-    Only ``state`` carries a derivative. The exact methods hand on as many basis vectors as they are given.
+    Only ``state`` has a derivative. The exact methods return as many basis vectors as they are given.
 
     Raises:
-        ValueError: as :func:`truncate`, or an unknown method.
+        ValueError: as :func:`truncate`.
     """
     S = jnp.asarray(S)
     full = min(S.shape[-2:])
@@ -135,7 +137,7 @@ def has_gap(S: Matrices, rank: Rank) -> Bool[Array, "*batch"]:
 
 
 def largest_rank(rank, full: int) -> int:
-    """The largest of known ranks that is below ``full``; ``full`` where ranks are traced."""
+    """The largest rank below ``full``, 1 if there is none; ``full`` where ranks are traced."""
     if is_traced(rank):
         return full
     ranks = np.asarray(rank)
@@ -148,7 +150,10 @@ def choose_method(max_rank: int, full: int) -> Method:
 
 
 def check_ranks(rank, full: int, max_rank: int) -> None:
-    """Raise ValueError for known ranks outside of 1 .. full, or above ``max_rank`` and not full."""
+    """Raise ValueError for ranks that are not integers, outside 1 .. full, or above ``max_rank`` and not full.
+
+    Values of traced ranks are not checked.
+    """
     if not 1 <= max_rank <= full:
         raise ValueError(f"max_rank is {max_rank}; expected 1 to min(K, V) = {full}")
     if is_traced(rank):
@@ -165,7 +170,7 @@ def check_ranks(rank, full: int, max_rank: int) -> None:
 
 
 def subspace_width(max_rank: int, full: int, method: Method) -> int:
-    """How many directions a basis holds: an oversampled ``max_rank``, or all of them for the exact methods."""
+    """Directions of a basis, Q: ``max_rank`` and some more, or all for the exact methods."""
     if method != "subspace":
         return full
     return min(full, max_rank + max(OVERSAMPLING, max_rank // 4))
@@ -234,11 +239,11 @@ def _truncation_jvp(method, max_rank, primals, tangents):
     )
 
 
-_compiled = jax.jit(_truncation, static_argnums=(0, 1))  # a call outside of jit would compile its loop every time
+_compiled = jax.jit(_truncation, static_argnums=(0, 1))  # a call outside jit would compile its loop every time
 
 
 def _gap_at(sigma: Array, rank: Array) -> Array:
-    """Whether sigma_r - sigma_{r+1} stands above rounding. Beyond the last, sigma is 0."""
+    """Whether sigma_r - sigma_{r+1} exceeds rounding; sigma beyond the last is 0."""
     sigma = jnp.pad(sigma, [(0, 0)] * (sigma.ndim - 1) + [(0, 1)])
     at = jnp.clip(rank, 1, sigma.shape[-1] - 1)[..., None]
     gap = jnp.take_along_axis(sigma, at - 1, -1) - jnp.take_along_axis(sigma, at, -1)
@@ -266,16 +271,16 @@ def _svd(A: Array) -> tuple[Array, Array, Array]:
 
 
 def _subspace(A: Array, rank: Array, basis: Array) -> tuple[Array, Array, Array]:
-    """Left Ritz vectors [*batch K Q], the estimate of the energy missed, and the rounds it took.
+    """Left Ritz vectors [*batch K Q], the estimated energy missed, and the number of rounds.
 
-    Residuals are blind to directions that the subspace lacks altogether, as after a warm start from a basis orthogonal to
-    what has been written since. So after each round random vectors outside of the subspace are tried; where one carries
-    more energy than the last kept direction, they join the subspace for another round.
+    Residuals do not show directions that the subspace lacks altogether, as after a warm start from a basis orthogonal to
+    what was written since. So each round tries random vectors outside the subspace; where one carries more energy than the
+    last kept direction, they join the subspace for another round.
     """
     K, Q = basis.shape[-2:]
     kept = first(rank, Q)
     random = _random_columns(K, Q, A.dtype)
-    # A direction of an earlier basis that has died out starts anew, and so do the last ones.
+    # Vanished directions of an earlier basis are replaced by random ones, and so are the last ones.
     norms = jnp.sum(basis * basis, axis=-2)
     alive = (norms > 0.5) & along_last(jnp.arange(Q) < Q - PROBES, norms)
     start = jnp.where(alive[..., None, :], basis, jnp.broadcast_to(random, basis.shape))
@@ -327,8 +332,8 @@ def _subspace(A: Array, rank: Array, basis: Array) -> tuple[Array, Array, Array]
 def _missed(lam: Array, residual: Array, kept: Array) -> Array:
     """Energy that the kept Ritz directions miss, over the energy that they hold.
 
-    A Ritz value is off by at most its residual, and to second order by residual^2 over its distance to what lies outside
-    of the subspace, here that to the smallest Ritz value.
+    The error of a Ritz value is at most its residual, and to second order residual^2 over its distance to the eigenvalues
+    outside the subspace, here taken as the distance to the smallest Ritz value.
     """
     distance = jnp.maximum(lam - lam[..., -1:], 0)
     quadratic = residual * residual / jnp.where(distance > 0, distance, 1)
@@ -342,7 +347,7 @@ def _missed(lam: Array, residual: Array, kept: Array) -> Array:
 def _orthonormalised(Y: Array) -> Array:
     """Orthonormal columns with the span of Y, by Cholesky-QR three times with a falling shift.
 
-    The last shift is at rounding level: a rank-deficient Y gets columns shorter than one, not NaN, and a zero one zeros.
+    The last shift is at rounding level: a rank-deficient Y gives columns shorter than one, not NaN; a zero Y gives zeros.
     """
     eps = float(jnp.finfo(Y.dtype).eps)
     for shift in (256 * eps, 8 * eps, eps):

@@ -1,20 +1,20 @@
 """The product of n_h Householder factors nearest to an orthogonal matrix, in the Frobenius norm.
 
 Let theta_1 >= ... >= theta_d be the moduli of the arguments of g's eigenvalues (a rotated plane counts twice, -1 is pi) and
-m = n_h. What the strengths may be decides how near a product of m factors comes:
+m = n_h. The distance of the nearest product of m factors depends on the allowed strengths:
 
     reflections   every beta is 2            dist^2 = sum_k 8 sin^2(theta_{m+2k-1} / 2)          where det g = (-1)^m
                                              dist^2 = 4 + sum_k 8 sin^2(theta_{m+2k} / 2)        elsewhere, k = 1, 2, ...
     switched      every beta is 0 or 2       the smaller of the two above for m and m - 1
     free          every beta is in [0, 2]    dist^2 >= sum_{i>m} 4 sin^2(theta_i / 2) + s
 
-with s the larger of min_{i<=m} sin^2(theta_i) where m is odd and min_{i>m} sin^2(theta_i) where d - m is, 0 without either.
-The first two are attained by whole planes, largest first. So is the third where no plane is split, and by a factor of
-1 - cos(theta) in the split plane where no other plane on its side has a smaller sine, as for m = 1 and for m = d - 1.
-``README.md`` beside this module proves them. A plane rotation by theta is at 2 from any reflection, at
-sqrt((1 - cos theta)(3 + cos theta)) from the nearest factor, and at 2 sqrt(2) |sin(theta / 2)| from I.
+where s is the larger of min_{i<=m} sin^2(theta_i) for odd m and min_{i>m} sin^2(theta_i) for odd d - m, and 0 if both are
+even. Whole planes, the largest angle first, attain the first two. They attain the third if no plane is split; a split plane
+attains it with a factor of strength 1 - cos(theta) if no other plane on its side has a smaller sine, as for m = 1 and
+m = d - 1. ``README.md`` beside this module has the proofs. A rotation of one plane by theta has distance 2 from the nearest
+reflection, sqrt((1 - cos theta)(3 + cos theta)) from the nearest factor, and 2 sqrt(2) |sin(theta / 2)| from I.
 
-All of this runs on the host in f64: a real Schur form, and L-BFGS where no formula is known to be attained.
+All of this runs on the host in f64: a real Schur form, and L-BFGS where the bound is not known to be attained.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -34,9 +34,9 @@ class Planes(NamedTuple):
     """An orthogonal matrix as rotations of planes: g = basis blocks basis^T.
 
     Attributes:
-        angles: [d], descending from at most pi; a plane's twice, and 0 where g is the identity.
+        angles: [d], from 0 to pi, descending; that of a plane twice, 0 where g is the identity.
         basis: [d, d], orthonormal columns; g turns the first column of a plane towards the second.
-        odd: 1 where det g = -1, whose first angle is a single pi and whose planes begin at the second column; else 0.
+        odd: 1 if det g = -1: the first angle is then a single pi, and planes begin at the second column; else 0.
     """
 
     angles: np.ndarray
@@ -45,14 +45,14 @@ class Planes(NamedTuple):
 
 
 class Nearest(NamedTuple):
-    """A product near to g: ``transition(k, beta)``.
+    """A product near g, ``transition(k, beta)``.
 
     Attributes:
-        k: [n_h, d], unit keys, that of the factor which acts first in front.
+        k: [n_h, d], unit keys, the factor that acts first in front.
         beta: [n_h], strengths.
         error: Frobenius distance of the product to g, measured.
-        lower_bound: no product of n_h factors of such strengths is nearer than this.
-        method: "exact" where ``error`` meets ``lower_bound``; "optimised" where a nearer product may exist.
+        lower_bound: of the distance of any product of n_h factors of such strengths.
+        method: "exact" if ``error`` meets ``lower_bound``; "optimised" if a nearer product may exist.
     """
 
     k: np.ndarray
@@ -70,7 +70,7 @@ def nearest_product(g, num_householder: int, *, strengths: Strengths = "free", r
         restarts, seed: random starts of the optimisation, which only "free" may need.
 
     Raises:
-        ValueError: g is not one orthogonal matrix, ``num_householder`` or ``restarts`` below 1, unknown strengths.
+        ValueError: g is not one orthogonal matrix, ``num_householder`` or ``restarts`` is below 1, or unknown strengths.
     """
     if strengths not in get_args(Strengths):
         raise ValueError(f"strengths is {strengths!r}; expected one of {', '.join(get_args(Strengths))}")
@@ -109,7 +109,7 @@ def rotation_planes(g) -> Planes:
 
 
 def lower_bound(planes: Planes, num_householder: int, strengths: Strengths) -> float:
-    """How near to g a product of ``num_householder`` factors can come at most, by the formulas above."""
+    """Lower bound of the distance from g to a product of ``num_householder`` factors, by the formulas above."""
     m, d = num_householder, len(planes.angles)
     if strengths == "reflections":
         return _reflection_distance(planes, m)
@@ -122,12 +122,12 @@ def lower_bound(planes: Planes, num_householder: int, strengths: Strengths) -> f
 
 
 def _reflection_distance(planes: Planes, m: int) -> float:
-    other = (planes.odd + m) % 2  # the parities differ: some direction is reversed
+    other = (planes.odd + m) % 2  # 1 if the parities differ: some direction is reversed
     return float(np.sqrt(4 * other + np.sum(8 * np.sin(planes.angles[m + other :: 2] / 2) ** 2)))
 
 
 def _whole_planes(planes: Planes, n: int, strengths: Strengths) -> tuple[np.ndarray, np.ndarray]:
-    """Two reflections for each plane, the largest first, as far as n factors go; keys [n, d] and strengths [n]."""
+    """Two reflections for each plane, the largest first, as far as n factors reach; keys [n, d] and strengths [n]."""
     if strengths == "free":
         k, beta = _with_split_plane(planes, n)
     else:
@@ -140,7 +140,7 @@ def _whole_planes(planes: Planes, n: int, strengths: Strengths) -> tuple[np.ndar
 
 
 def _with_split_plane(planes: Planes, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most n factors: those of whole planes, and where one is left the best in the next plane."""
+    """At most n factors: those of whole planes and, if one is left, the best one in the next plane."""
     k = _normals(planes, n, single=planes.odd)
     beta = np.full(len(k), 2.0)
     if len(k) == n or len(k) == len(planes.angles):
@@ -151,7 +151,7 @@ def _with_split_plane(planes: Planes, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_parity(planes: Planes, n: int) -> np.ndarray:
-    """Normals of n reflections. Those left over share one, in the next plane: an even number of them cancel."""
+    """Normals of n reflections. Surplus ones share a normal in the next plane, so that pairs of them cancel."""
     single = planes.odd * (n % 2)
     k = _normals(planes, n, single=single)
     following = min(planes.odd + len(k) - single, len(planes.angles) - 1)
@@ -159,7 +159,7 @@ def _of_parity(planes: Planes, n: int) -> np.ndarray:
 
 
 def _normals(planes: Planes, n: int, *, single: int) -> np.ndarray:
-    """At most n normals: that of the single -1 where ``single`` is 1, and two for each whole plane."""
+    """At most n normals: that of the single -1 if ``single`` is 1, and two for each whole plane."""
     basis, d = planes.basis.T, len(planes.angles)
     end = planes.odd + 2 * min((n - single) // 2, (d - planes.odd) // 2)
     first, second = basis[planes.odd : end : 2], basis[planes.odd + 1 : end : 2]
@@ -182,9 +182,9 @@ def optimised_factors(
     restarts: int = 8,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [n_h, d] and strengths [n_h] within ``bounds`` of the nearest product to any g [d, d] that L-BFGS finds.
+    """Keys [n_h, d] and strengths [n_h] within ``bounds`` of the product nearest to any g [d, d] that L-BFGS finds.
 
-    It knows no formula: a local optimum, the best of ``restarts`` random starts and of ``start``.
+    The result is a local optimum, the best from ``restarts`` random starts and ``start``. No formula is used.
 
     Raises:
         ValueError: ``num_householder`` or ``restarts`` below 1.

@@ -5,8 +5,8 @@
     l2norm          y = x / sqrt(sum(x^2) + eps)                        q and k of a linear layer
 
 Sources: the Qwen3.5 text model of transformers 5.24, where ``w`` of ``rms_norm`` is an offset from one and that of
-``gated_rms_norm`` is not; the layers of flash-linear-attention 0.6, where neither is. The eps of ``l2norm`` stands inside
-the root, so a normalised key is shorter than one by about eps / (2 sum(x^2)).
+``gated_rms_norm`` is not; the layers of flash-linear-attention 0.6, where neither is. The eps of ``l2norm`` is under the
+root, so a normalised key is shorter than one by about eps / (2 sum(x^2)).
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def _normalised(x: Array, eps: float) -> Array:
 def rms_norm(
     x: Float[Array, "*batch D"], weight: Float[Array, " D"], *, eps: float = 1e-6, offset: float = 1.0
 ) -> Float[Array, "*batch D"]:
-    """RMSNorm whose scale is ``offset + weight``; returned in the dtype of ``x``."""
+    """RMSNorm over the last axis with scale ``offset + weight``, in the dtype of ``x``."""
     return (_normalised(x, eps) * along_last(offset + weight.astype(accumulation_dtype(x, weight)), x)).astype(x.dtype)
 
 
@@ -38,9 +38,9 @@ def gated_rms_norm(
     eps: float = 1e-6,
     activation: Callable[[Array], Array] = jax.nn.silu,
 ) -> Float[Array, "*batch V"]:
-    """RMSNorm of each head's output, scaled by ``weight`` and gated by ``activation(z)``; returned in the dtype of ``z``.
+    """RMSNorm of each head's output, times ``weight`` and ``activation(z)``, in the dtype of ``z``.
 
-    The norm comes before the gate: a factor on ``x`` cancels in the norm, so a head's gate belongs on the result.
+    A factor on ``x`` cancels in the norm, so a gate on a head acts only on the result.
     """
     gate = activation(z.astype(accumulation_dtype(x, z)))
     return (_normalised(x, eps) * along_last(weight, x) * gate).astype(z.dtype)

@@ -1,11 +1,11 @@
-"""An orthogonal matrix as the least number of reflections.
+"""An orthogonal matrix as a product of the fewest reflections.
 
     g = H_r ... H_1,    H_j = I - 2 k_j k_j^T,    r = rank(g - I)
 
-No product of fewer reflections is g (Cartan and Dieudonne; Scherk, Proc. AMS 1 (1950) 481-491, for the number). The normals
-are found one at a time: with k along the longest row of g - I, g H_k fixes one direction more than g and all that g fixed.
-``README.md`` beside this module derives it, and why small angles do no harm. The residual stays below 4 d eps in the
-Frobenius norm up to d = 512 (0.3 to 2 d eps measured), where 2 CPU cores take about a second in f64.
+No product of fewer reflections is g (Cartan and Dieudonne; for the number Scherk, Proc. AMS 1 (1950) 481-491). The normals
+are found one at a time: with k along the longest row of g - I, g H_k fixes all directions that g fixes and one more.
+``README.md`` beside this module derives this and shows that small angles do no harm. The residual stays below 4 d eps in
+the Frobenius norm up to d = 512 (measured: 0.3 to 2 d eps), where 2 CPU cores take about a second in f64.
 """
 
 from typing import NamedTuple
@@ -22,10 +22,10 @@ class Reflections(NamedTuple):
     """Reflections whose product is g: ``transition(k, beta)`` gives it back.
 
     Attributes:
-        k: Float[*batch d d], unit normals, that of the factor which acts first in front, zeros from ``num_householder`` on.
-        beta: Float[*batch d], 2 for the first ``num_householder`` and 0 from there.
+        k: Float[*batch d d], unit normals, the factor that acts first in front; zeros from ``num_householder`` on.
+        beta: Float[*batch d], 2 for the first ``num_householder`` factors, then 0.
         num_householder: Int[*batch], rank(g - I).
-        residual: Float[*batch], Frobenius norm of g - H_r ... H_1 as the elimination leaves it.
+        residual: Float[*batch], Frobenius distance to I of what the elimination leaves, an estimate of ||g - H_r ... H_1||.
     """
 
     k: Array
@@ -39,12 +39,12 @@ def reflections(g: Float[AnyArray, "..."], *, tolerance: float | None = None) ->
     """The fewest reflections whose product is g, for any orthogonal g [*batch, d, d], in its dtype and at least f32.
 
     Args:
-        tolerance: what is left when its Frobenius distance to I is at most this counts as I; None is 100 d eps. So a
-            rotation by less than it takes no reflection.
+        tolerance: the elimination stops when the rest is this close to I in the Frobenius norm; None is 100 d eps. A
+            matrix that close to I takes no reflection.
 
     Raises:
         ValueError: g is not square or not finite, or ||g^T g - I||_F exceeds a tenth of ``tolerance``: the elimination may
-            enlarge what is not orthogonal in g, and would go on to remove it. A traced g is taken as it is.
+            amplify that error and spend reflections on it. Values of a traced g are not checked.
     """
     g = jnp.asarray(g)
     g = g.astype(accumulation_dtype(g))

@@ -2,8 +2,8 @@
 
     y_t = sum_{i=0}^{W-1} w_i * x_{t-W+1+i}                              (the last tap multiplies the current token)
 
-The tail holds the last W - 1 inputs before the first token; zeros at the start of a text. Source: the short convolution of
-Gated DeltaNet (Yang, Kautz, Hatamizadeh, arXiv 2412.06464) with the tap order of its PyTorch implementations.
+The tail is the last W - 1 inputs before the first token, zeros at the start of a text. Source: the short convolution of
+Gated DeltaNet (Yang, Kautz, Hatamizadeh, arXiv 2412.06464), with the tap order of its PyTorch implementations.
 """
 
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ def short_conv(
 
     Args:
         x: inputs, before any activation.
-        taps: one filter a channel; ``taps[:, -1]`` multiplies the current token.
-        tail: the W - 1 inputs that came before ``x``; None is zeros.
-        length: how many leading tokens of each row are text, T where None. The tail returned ends at the last of them,
-            so a row of length 0 hands its tail on unchanged.
+        taps: one filter for each channel; ``taps[:, -1]`` multiplies the current token.
+        tail: the W - 1 inputs before ``x``; None is zeros.
+        length: how many leading tokens of each row are text; None is all T. The returned tail ends at the last of them, so
+            a row of length 0 keeps its tail.
 
     Returns:
-        The convolved tokens, and the tail for the tokens that follow.
+        The convolved tokens and the next tail, both in the dtype of ``x``.
     """
     B, T, E = x.shape
     W = taps.shape[-1]

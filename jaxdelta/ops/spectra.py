@@ -1,13 +1,13 @@
-"""Spectra of states and the ranks that the literature reads from them.
+"""Spectra of states, and the ranks that the literature derives from them.
 
     effective rank    exp(-sum p log p), p = sigma / sum(sigma)        Roy and Vetterli, EUSIPCO 2007; of sigma, not sigma^2
     stable rank       sum(sigma^2) / sigma_1^2
     energy rank       the least r with sum_{i<=r} sigma_i^2 >= fraction * sum(sigma^2)
     threshold rank    #{sigma_i > threshold * sigma_1}                 the numerical rank at max(K, V) * eps
 
-All take states [*batch, K, V]. Every rank of a zero state is 0. Singular values and ranks of a state that holds NaN or
-infinity are NaN, alone in its batch, so that a broken state is not counted as an empty one; ranks that count directions
-are whole numbers in a floating dtype for that, and become the integers that ``truncate`` takes by ``.astype(int)``.
+All take states [*batch, K, V] and raise ValueError for fewer than two axes. Every rank of a zero state is 0. Where a state
+holds NaN or infinity, its singular values and ranks are NaN, so that it does not count as an empty state; the rest of the
+batch is not affected. Ranks are therefore of a floating dtype; ``.astype(int)`` gives the integers that ``truncate`` takes.
 """
 
 import jax.numpy as jnp
@@ -24,13 +24,13 @@ def singular_values(S: Matrices) -> Spectrum:
 
 @keeps_f64
 def effective_rank(S: Matrices) -> Float[Array, "*batch"]:
-    """exp of the entropy of sigma / sum(sigma): 1 for one outer product, min(K, V) for a flat spectrum."""
+    """exp of the entropy of sigma / sum(sigma): 1 for an outer product, min(K, V) for a flat spectrum."""
     return effective_rank_of(_spectrum(S))
 
 
 @keeps_f64
 def effective_rank_of(sigma: Float[AnyArray, "*batch R"]) -> Float[Array, "*batch"]:
-    """The effective rank of matrices whose singular values are known."""
+    """The effective rank of matrices with singular values ``sigma``."""
     sigma = jnp.asarray(sigma)
     total = jnp.sum(sigma, axis=-1)
     p = sigma / jnp.where(total > 0, total, 1)[..., None]
@@ -40,7 +40,7 @@ def effective_rank_of(sigma: Float[AnyArray, "*batch R"]) -> Float[Array, "*batc
 
 @keeps_f64
 def stable_rank(S: Matrices) -> Float[Array, "*batch"]:
-    """Energy over the largest squared singular value."""
+    """sum(sigma^2) over the largest sigma^2."""
     sigma = _spectrum(S)
     return _of(sigma, jnp.sum(_relative(sigma) ** 2, axis=-1))
 
@@ -50,7 +50,7 @@ def energy_rank(S: Matrices, fraction: float) -> Float[Array, "*batch"]:
     """The least number of directions that hold ``fraction`` (in (0, 1]) of the energy.
 
     Raises:
-        ValueError: ``fraction`` is outside of (0, 1].
+        ValueError: ``fraction`` is outside (0, 1].
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction is {fraction}; expected a share of the energy in (0, 1]")
@@ -73,16 +73,16 @@ def threshold_rank(S: Matrices, threshold: float | None = None) -> Float[Array, 
 def _spectrum(S: Matrices) -> Spectrum:
     S = as_matrices(S)
     finite = jnp.isfinite(S).all(axis=(-2, -1))[..., None]
-    # A factorization of NaN is what the device's library makes of it.
+    # What a factorization makes of NaN depends on the device's library.
     return jnp.where(finite, jnp.linalg.svd(jnp.where(finite[..., None], S, 0), compute_uv=False), jnp.nan)
 
 
 def _of(sigma: Spectrum, rank: Array) -> Float[Array, "*batch"]:
-    """``rank`` in the dtype of the spectrum it was read from, NaN where that is NaN."""
+    """``rank`` in the dtype of its spectrum, NaN where the spectrum is."""
     return jnp.where(jnp.isnan(sigma).any(axis=-1), jnp.nan, rank.astype(sigma.dtype))
 
 
 def _relative(sigma: Array) -> Array:
-    """sigma / sigma_1, zeros for a zero spectrum; squares of states near 1e20 would overflow f32."""
+    """sigma / sigma_1, zeros for a zero spectrum. Squares of sigma near 1e20 would overflow f32."""
     largest = sigma[..., :1]
     return sigma / jnp.where(largest > 0, largest, 1)

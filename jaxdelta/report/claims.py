@@ -1,4 +1,4 @@
-"""The ledger's table. Reads rows only."""
+"""Tables of the ledger of claims. Reads rows only."""
 
 import math
 
@@ -8,11 +8,11 @@ from rich.console import Group
 
 from jaxdelta.report.sheet import Sheet
 
-CLAIM, NUMBER, VERDICT = 40, 9, 13  # cells, where there is room: the tables stand below one another
+CLAIM, NUMBER, VERDICT = 40, 9, 13  # widths of columns if there is room, so that the tables align
 
 
 def tables(rows: pa.Table) -> Group:
-    """A table for each condition: claim, claimed, measured (lowest to highest where they differ), verdict."""
+    """A table for each condition: claim, claimed and measured value, verdict."""
     by_condition: dict[str, list[dict]] = {}
     for row in rows.to_pylist():
         by_condition.setdefault(row["condition"], []).append(row)
@@ -42,12 +42,12 @@ def _table(condition: str, lines: list[dict], of_claimed: int, of_measured: int,
 
 
 def claimed(line: dict) -> str:
-    """What is said of the value."""
+    """The claimed value with its relation."""
     return f"{line['relation']} {number(line['claimed'])}"
 
 
 def measured(line: dict) -> str:
-    """The value that decides: the highest, for ">" the lowest, of an equality the range where its digits differ."""
+    """The measured value that decides: the highest, for ">" the lowest, for "=" the range if its ends differ."""
     low, high = number(line["low"]), number(line["high"])
     if line["relation"] == "=" and low != high:
         return f"{low} to {high}"
@@ -55,7 +55,7 @@ def measured(line: dict) -> str:
 
 
 def number(x: float) -> str:
-    """Whole numbers whole, others with four decimals or, when small, two digits."""
+    """``x`` as text: whole numbers without decimals, others with four decimals, or two digits if small."""
     if math.isfinite(x) and abs(x - round(x)) < 1e-9 and (round(x) or not x):
         return str(round(x))
     return f"{x:.1e}" if abs(x) < 1e-2 else f"{x:.4f}"

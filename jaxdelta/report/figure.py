@@ -11,7 +11,7 @@ SUFFIXES = ("png", "svg")
 
 
 def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """Write each figure whole under its name, as PNG and as SVG; gives the files."""
+    """Write each figure under its name, as PNG and as SVG; returns the files."""
     return [_saved(figure, folder / name, suffix) for name, figure in figures.items() for suffix in SUFFIXES]
 
 

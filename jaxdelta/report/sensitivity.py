@@ -55,7 +55,7 @@ def _cell(score: Score) -> str:
 
 
 def head_tables(maps: xr.Dataset, *, top: int = 10, trust: str | None = None) -> list[Sheet]:
-    """The heads whose output, and those whose state, is estimated to cost most when removed, with the estimate's worth."""
+    """The heads whose output, and those whose state, has the largest estimated effect; ``trust`` rates the estimate."""
     rows = [row for row in head_rows(maps).to_pylist() if row["document"] is None]
     measured = "output_measured" in rows[0]
     short = left_out(maps.attrs.get("without_boundary", []), maps.sizes["document"])
@@ -109,7 +109,7 @@ def head_rows(maps: xr.Dataset) -> pa.Table:
 
 
 def trust_line(scores: Sequence[Score]) -> str:
-    """One line on the default estimates of heads' outputs and of their states."""
+    """A line on how far the default estimates for heads' outputs and states agree with measurements."""
     said = []
     for part in ("output", "state"):
         of_heads = [s for s in scores if s.kind == f"head_{part}"]
@@ -124,18 +124,18 @@ def trust_line(scores: Sequence[Score]) -> str:
 
 
 def write_heads(maps: xr.Dataset, folder: Path) -> Path:
-    """``heads.csv``, the rows of :func:`head_rows`."""
+    """Write ``heads.csv``, the rows of :func:`head_rows`; returns the file."""
     return write_csv(head_rows(maps), folder / "heads.csv")
 
 
 def write_scores(scores: Sequence[Score], folder: Path) -> Path:
-    """``validation.csv``, one row a kind, estimator and metric."""
+    """Write ``validation.csv``, a row for each kind, estimator and metric; returns the file."""
     rows = pa.table({f.name: [getattr(s, f.name) for s in scores] for f in fields(Score)})
     return write_csv(rows, folder / "validation.csv")
 
 
 def head_figure(maps: xr.Dataset, comparisons: Sequence[EffectComparison] = ()) -> Figure:
-    """Layer x head maps of the estimates, and under each, where there is one, the measured map."""
+    """Layer x head maps of the estimates, and below each the measured map if there is one."""
     importance = head_importance(maps).mean("document")
     measured = {c.kind: _by_head(importance, c) for c in comparisons if c.kind in importance}
     rows = 2 if {"head_output", "head_state"} <= measured.keys() else 1
@@ -155,7 +155,7 @@ def head_figure(maps: xr.Dataset, comparisons: Sequence[EffectComparison] = ()) 
 
 
 def _by_head(importance: xr.Dataset, comparison: EffectComparison) -> np.ndarray:
-    """The measured effects of heads or layers as ``importance`` has its estimates, NaN where nothing was measured."""
+    """Measured effects of heads or layers, in the shape of the estimates; NaN where nothing was measured."""
     like = importance[comparison.kind]
     found = np.full(like.shape, np.nan)
     effects = comparison.measured.mean(axis=0)
@@ -179,7 +179,7 @@ def _heat(figure: Figure, axes: Axes, values: np.ndarray, layers: np.ndarray, ti
 
 
 def rank_figure(maps: xr.Dataset) -> Figure:
-    """Estimated rise of the loss when a layer is cut to r directions at one boundary; mean over boundaries, documents."""
+    """Estimated rise of the loss when a layer keeps r directions at one boundary; mean over boundaries and documents."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     lines = [(tail_effect(maps), "first order + Fisher / 2", "-")] if "gate_sample" in maps else []
@@ -231,10 +231,10 @@ def validation_figure(comparisons: Sequence[EffectComparison], scores: Sequence[
 
 
 def write_figures(folder: Path, maps: xr.Dataset, comparisons: Sequence[EffectComparison] = ()) -> list[Path]:
-    """``heads`` and ``by_rank``, each as PNG and SVG."""
+    """Write ``heads`` and ``by_rank``, each as PNG and SVG; returns the files."""
     return save_figures({"heads": head_figure(maps, comparisons), "by_rank": rank_figure(maps)}, folder)
 
 
 def write_validation(folder: Path, comparisons: Sequence[EffectComparison], scores: Sequence[Score]) -> list[Path]:
-    """``validation`` as PNG and SVG, and ``validation.csv``."""
+    """Write ``validation`` as PNG and SVG, and ``validation.csv``; returns the files."""
     return [*save_figures({"validation": validation_figure(comparisons, scores)}, folder), write_scores(scores, folder)]

@@ -1,4 +1,4 @@
-"""A printed table that never cuts a number: columns that find no room stand below, beside their row's name again."""
+"""A printed table that never cuts a number: columns without room are printed below, next to the row names again."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from jaxdelta.report.terminal import spelled
 
 
 class Facts:
-    """Names and what is said of each, beside one another, or where the terminal is narrow below."""
+    """Names with texts, next to one another or, on a narrow terminal, below one another."""
 
     def __init__(self, about: Mapping[str, str]):
         self.about = about
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[object]:
-        """A line or more for each."""
+        """One or more lines for each name."""
         said = {spelled(name, options.encoding): spelled(text, options.encoding) for name, text in self.about.items()}
         names = max(map(cell_len, said))
         words = max(cell_len(word) for text in said.values() for word in text.split())
@@ -44,10 +44,10 @@ class Column:
     """A column and how it may be laid out.
 
     Attributes:
-        heading: above the cells, of one line or several.
-        group: above the headings of columns that stand together, and are parted last.
-        prose: on the left, which may be wrapped between words; else a number, on the right, whole.
-        width: at least, where there is room.
+        heading: above the cells, one line or several.
+        group: heading above adjacent columns of the same group, which stay together if possible.
+        prose: text, left-aligned, which may wrap between words; otherwise a number, right-aligned, which never wraps.
+        width: least width, if there is room.
     """
 
     heading: str
@@ -57,7 +57,7 @@ class Column:
 
 
 class Laid(NamedTuple):
-    """A column as it is printed: its headings and cells in the letters that there are, and the room that these take."""
+    """A column as printed: headings and cells as the encoding can spell them, least and full width."""
 
     column: Column
     group: str
@@ -68,10 +68,10 @@ class Laid(NamedTuple):
 
 
 class Sheet:
-    """Rows of columns, of which the first ``keys`` name the row.
+    """A table whose first ``keys`` columns name the row.
 
-    Where the columns do not fit the terminal they are printed in bands, one below the other, each with the keys; between
-    groups where that is enough. What is wider even so goes beyond the right edge.
+    If the columns do not fit the terminal, they are printed in bands below one another, each with the keys; groups are
+    split only if necessary. What is still too wide extends beyond the right edge.
     """
 
     def __init__(
@@ -90,11 +90,15 @@ class Sheet:
         self.styles: list[str | None] = []
 
     def add_column(self, heading: str, *, group: str = "", prose: bool = False, width: int = 0) -> None:
-        """Add a column to the right of those that there are; see :class:`Column`."""
+        """Add a column on the right; see :class:`Column`."""
         self.columns.append(Column(heading, group, prose, width))
 
     def add_row(self, *cells: str, style: str | None = None) -> None:
-        """Add a row with a cell for every column; ``style`` as rich has it."""
+        """Add a row with a cell for every column; ``style`` is one of rich.
+
+        Raises:
+            ValueError: there are fewer or more cells than columns.
+        """
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self.rows.append(cells)
@@ -120,7 +124,7 @@ class Sheet:
         yield from prose(self.caption, "table.caption")
 
     def _bands(self, width: int, encoding: str) -> Iterator[list[Laid]]:
-        """Columns that are printed beside one another, as many as fit ``width``; each begins with the keys."""
+        """Columns to print next to one another, as many as fit ``width``; each band begins with the keys."""
         laid = [self._laid(index, encoding) for index in range(len(self.columns))]
         keys, band = laid[: self.keys], []
         for group in _groups(laid[self.keys :]):
@@ -143,7 +147,7 @@ class Sheet:
         return Laid(column, group, heading, cells, least, most)
 
     def _table(self, band: Sequence[Laid], width: int, frame: box.Box) -> Table:
-        """A band; its words are given the room that its numbers leave, the last ones first."""
+        """The table of a band; columns of prose share the room that numbers leave, the last column first."""
         table = Table(box=frame, show_header=self.header, padding=(0, 1, 0, 0), pad_edge=False)
         spare = max(0, width - _width(band))
         widths: list[int | None] = []
@@ -176,7 +180,7 @@ def _groups(columns: Sequence[Laid]) -> list[list[Laid]]:
 
 
 def _headings(band: Sequence[Laid]) -> list[str]:
-    """Lines above each column, the last ones on a level: the group's name above its first column, and the column's own."""
+    """Heading lines of each column, aligned at the bottom: the group's above its first column, then the column's own."""
     groups = [laid.group for laid in band]
     found = [
         [*([] if group == before else group.splitlines()), *laid.heading.splitlines()]
@@ -187,6 +191,6 @@ def _headings(band: Sequence[Laid]) -> list[str]:
 
 
 def _width(band: Sequence[Laid]) -> int:
-    """Cells of a line: columns at their least, two between them, one at each end."""
+    """Width of a line: columns at their least width, two cells between them, one at each end."""
     headings = zip(band, _headings(band), strict=True)
     return sum(2 + max([laid.least, *map(cell_len, heading.splitlines())]) for laid, heading in headings)

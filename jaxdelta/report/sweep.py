@@ -13,7 +13,7 @@ from jaxdelta.report.sheet import Sheet
 
 
 def table(rows: pa.Table) -> Sheet:
-    """Rank, loss and difference to the untouched model, over all tokens and over copy tokens."""
+    """Rank, loss and difference from the untouched model, over all tokens and over copy tokens."""
     summaries = summarize(rows)
     short = uncut(rows)
     tokens = {row["document"]: row["num_tokens"] for row in rows.to_pylist() if row["document"] not in short}
@@ -38,7 +38,7 @@ def table(rows: pa.Table) -> Sheet:
 
 
 def left_out(short: list[str], counted: int) -> str:
-    """A line of a caption on documents without a boundary, where there are any."""
+    """A caption line on documents without a boundary, or an empty text."""
     if not short:
         return ""
     return f"\n{len(short)} of {counted + len(short)} documents have no boundary: no state is handed on, not counted."
@@ -52,7 +52,7 @@ def _cells(summary: Difference | None) -> list[str]:
 
 
 def figure(rows: pa.Table) -> Figure:
-    """Difference to the untouched model against rank, on a log axis, with paired standard errors; of the scope "all"."""
+    """Difference from the untouched model against rank, on a log axis, with paired standard errors; scope "all"."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for copy_tokens, label, marker in ((False, "all tokens", "o"), (True, "copy tokens", "s")):
@@ -78,7 +78,7 @@ def figure(rows: pa.Table) -> Figure:
 
 
 def map_figure(rows: pa.Table) -> Figure:
-    """Difference to the untouched model by layer, and by head where the scope is a head; a panel for each rank."""
+    """Difference from the untouched model by layer, and by head for the scope "head"; a panel for each rank."""
     cut = summarize(rows)[1:]
     ranks = sorted({s.world.rank for s in cut})
     layers = sorted({s.world.layer for s in cut})
@@ -101,7 +101,7 @@ def map_figure(rows: pa.Table) -> Figure:
 
 
 def write_figures(rows: pa.Table, folder: Path) -> list[Path]:
-    """``loss_by_rank`` of a sweep of all heads, ``loss_by_place`` of a narrower one, as PNG and SVG."""
+    """Write ``loss_by_rank`` for the scope "all", else ``loss_by_place``, as PNG and SVG; returns the files."""
     narrow = any(layer is not None for layer in rows["layer"].to_pylist())
     name, drawn = ("loss_by_place", map_figure(rows)) if narrow else ("loss_by_rank", figure(rows))
     return save_figures({name: drawn}, folder)

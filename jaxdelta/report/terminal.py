@@ -1,6 +1,6 @@
-"""What a terminal, a pipe or a file takes: text in its encoding, lines that are never cut, and a reader that has left."""
+"""Output to a terminal, pipe or file: text in its encoding, lines that are never cut, pipes whose reader has left."""
 
-# ruff: noqa: RUF001  the letters that look like others are the subject
+# ruff: noqa: RUF001  letters that look like others are meant
 
 import codecs
 import io
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-# What is printed beyond ASCII, as it is written where the encoding has no such letter.
+# Letters beyond ASCII that are printed, and their spelling for encodings that lack them.
 SPELLED = {
     "±": "+-",
     "×": "x",
@@ -39,7 +39,7 @@ HANDLER = "jaxdelta.spelled"
 
 
 def spelled(text: str, encoding: str) -> str:
-    """``text`` with every letter that ``encoding`` has, and others as ASCII has them, ``?`` at worst."""
+    """``text`` with letters that ``encoding`` lacks spelled in ASCII, or as ``?``."""
     try:
         text.encode(encoding)
         return text
@@ -57,10 +57,10 @@ codecs.register_error(HANDLER, _spell)
 
 
 class Terminal(Console):
-    """A console whose lines are as long as what they say: what is beyond the right edge is not cut off.
+    """A console that does not cut lines at the right edge.
 
-    Letters that its encoding lacks are spelled in ASCII. A pipe that nobody reads any more is no failure: its reader has
-    what was wanted, the rest is dropped, and the command goes on to its end.
+    Letters that its encoding lacks are spelled in ASCII. A closed pipe is not an error: the rest of the output is dropped,
+    and the command continues to its end.
     """
 
     def __init__(self, *, stderr: bool = False):
@@ -69,37 +69,37 @@ class Terminal(Console):
         super().__init__(stderr=stderr, file=None if stream else io.StringIO())
 
     def print(self, *objects, crop: bool | None = False, **options) -> None:
-        """As rich's, without the cut at the right edge."""
+        """Like rich's, without the cut at the right edge."""
         super().print(*objects, crop=crop, **options)
 
     def say(self, text: str) -> None:
-        """A line as it stands, without markup, colours or breaks."""
+        """Print a line literally, without markup, colours or line breaks."""
         self.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def written(self, folder: Path, names: Iterable[str]) -> None:
-        """The line that says which files are in ``folder``."""
+        """Print which files were written to ``folder``."""
         self.say(f"Written to {folder}: {', '.join(names)}")
 
     def fail(self, message: str) -> None:
-        """The line that says what is wrong."""
+        """Print an error."""
         self.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Say no more."""
+        """Stop printing."""
         self.quiet = True
         flush(self.file)
 
 
 def tolerate(stream: Any) -> None:
-    """Let ``stream`` spell what its encoding has no letters for."""
+    """Make ``stream`` spell letters that its encoding lacks."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors=HANDLER)
 
 
 def flush(stream: Any) -> str | None:
-    """Write what is in the buffer of ``stream``, or drop it where it is not taken; says why, but for a reader who has left.
+    """Flush ``stream``; returns the reason if that fails, or None, also for a closed pipe.
 
-    What is dropped is not tried again when the interpreter ends, which would complain.
+    What cannot be written is dropped, so that the interpreter does not try again at exit and complain.
     """
     try:
         if stream is not None and not stream.closed:

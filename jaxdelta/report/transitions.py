@@ -1,4 +1,4 @@
-"""Tables and figures of a trained model's ledger. Reads datasets only."""
+"""Tables and figures of a model's ledger. Reads datasets only."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ SHOWN_WINDOWS = (1, 16, 256)  # in the table by layer
 
 
 def tables(ledger: xr.Dataset) -> list[Sheet]:
-    """Transitions of a token by layer, products over windows by layer, and by length."""
+    """Tables of transitions by layer, and of products over windows by layer and by length."""
     transitions = [row for row in transition_rows(ledger).to_pylist() if row["head"] is None]
     windows = [row for row in window_rows(ledger).to_pylist() if row["head"] is None]
     return [
@@ -30,7 +30,7 @@ def tables(ledger: xr.Dataset) -> list[Sheet]:
 
 
 def transition_table(ledger: xr.Dataset, rows: list[dict]) -> Sheet:
-    """beta, eigenvalues, decays, pin and active rank of each layer; all of them last."""
+    """beta, eigenvalues, decays, spectral radius and active rank of each layer, then of all layers."""
     every, n, K = rows[0], ledger.attrs["num_householder"], _sizes(ledger.key_dim)
     documents = ledger.sizes["document"]
     view = Sheet(
@@ -79,7 +79,7 @@ def _ranks(every: dict, n: int) -> str:
 
 
 def layer_table(rows: list[dict]) -> Sheet:
-    """Frozen dimension and extremes of the spectrum by layer, at three lengths of window; all layers last."""
+    """Frozen dimension and extremes of the spectrum, for each layer and then all, at three lengths of window."""
     shown = [w for w in SHOWN_WINDOWS if any(row["window"] == w for row in rows)]
     lengths = {w: [row for row in rows if row["window"] == w] for w in shown}
     view = Sheet(
@@ -127,7 +127,7 @@ def window_table(ledger: xr.Dataset, rows: list[dict]) -> Sheet:
 
 
 def _too_short(ledger: xr.Dataset) -> str:
-    """Which documents do not fill which windows."""
+    """A text on how many documents are too short for which windows."""
     fits = (ledger["count"] > 0).sum("document").values
     documents = ledger.sizes["document"]
     said = [
@@ -188,7 +188,7 @@ def _ridge(axes: Axes, base: int, of_heads: np.ndarray, edges: np.ndarray) -> No
 
 
 def _median(counts: np.ndarray, edges: np.ndarray) -> float:
-    """Of a histogram, inside its bin by proportion."""
+    """Median of a histogram, interpolated within its bin."""
     return float(np.interp(0.5, np.concatenate([[0.0], np.cumsum(counts) / counts.sum()]), edges))
 
 
@@ -279,7 +279,7 @@ def _by_length(axes: Axes, lengths: list[int], label: str) -> None:
 
 
 def write_figures(folder: Path, ledger: xr.Dataset) -> list[Path]:
-    """``distributions``, ``products`` and ``angles``, each as PNG and SVG."""
+    """Write ``distributions``, ``products`` and ``angles``, each as PNG and SVG; returns the files."""
     figures = {
         "distributions": distribution_figure(ledger),
         "products": spectrum_figure(ledger),
@@ -289,6 +289,6 @@ def write_figures(folder: Path, ledger: xr.Dataset) -> list[Path]:
 
 
 def write_rows(folder: Path, ledger: xr.Dataset) -> list[Path]:
-    """``transitions.csv`` and ``windows.csv``: all heads, each layer and each head."""
+    """Write ``transitions.csv`` and ``windows.csv``, rows for all heads, each layer and each head; returns the files."""
     found: dict[str, pa.Table] = {"transitions": transition_rows(ledger), "windows": window_rows(ledger)}
     return [write_csv(rows, folder / f"{name}.csv") for name, rows in found.items()]

@@ -1,1 +1,1 @@
-"""What runs leave: folders of finished parts, and the road over documents."""
+"""Results folders, and the loop over documents that fills them."""

@@ -1,13 +1,12 @@
-"""The road over documents: every analysis of many documents takes it, and supplies what is particular to it.
+"""The resumable loop over documents that all analyses of many documents share.
 
-What is wanted is a list of items (a document, or a document at a rank), each with a key of JSON values. Items are worked on
-in units of one or several; a unit is a part of the results folder. Which items make a unit is written down before it is
-begun, and the first to write it down decides for all processes, so a run that was killed goes on with the same units and
-ends with the numbers of one that was not. A call that wants more than an earlier one plans what is missing, and finds the
-rest there.
+The work is a list of items (a document, or a document at a rank), each with a key of JSON values. Items are computed in
+units of one or several, and the results of a unit are a part of the results folder. The plan of units is written before the
+work begins, and the first process to write it decides for all, so a killed call continues with the same units and ends with
+the numbers of an uninterrupted one. A later call that asks for more plans only the missing items.
 
     plans/0000.json           units, as lists of keys
-    parts/0000-0003.parquet   the rows of the fourth of them, or parts/0000-0003.zarr
+    parts/0000-0003.parquet   the rows of the fourth unit, or parts/0000-0003.zarr
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +33,9 @@ class Item(NamedTuple):
     """A piece of work.
 
     Attributes:
-        key: JSON values that tell it from every other of its folder.
-        value: what is to be worked on.
-        cost: of the work, in the units of the progress.
+        key: JSON values, unique in the folder.
+        value: input of the work.
+        cost: of the work, in units of progress.
     """
 
     key: tuple
@@ -45,18 +44,19 @@ class Item(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Items that are worked on together. ``part`` is the name of their results; None without a folder."""
+    """Items that are computed together. ``part`` is the name of their results; None without a folder."""
 
     items: list[Item]
     part: str | None
 
 
 def as_documents(documents: Documents, model: Decoder, *, fewest: int = 2) -> list[Document]:
-    """Documents of any kind, as token ids of a model, each of at least ``fewest``.
+    """Documents of any kind as token ids of ``model``, at least ``fewest`` ids in each.
 
     Raises:
-        TypeError: it is no list or mapping of documents.
-        ValueError: a text without a tokenizer, too few tokens, an id out of range, or two documents of a name.
+        TypeError: ``model`` is not a Decoder, or ``documents`` is not a list or mapping of documents.
+        ValueError: no documents, a text without a tokenizer, too few tokens, an id out of range, or two documents with the
+            same name.
     """
     check_model(model)
     if isinstance(documents, str | bytes) or not np.iterable(documents):
@@ -80,7 +80,7 @@ def opened(out: Path | str | None, model: Decoder, name: str, analysis: str, **o
 
     Args:
         name: of the model.
-        options: all that decides the numbers, beside model, documents and versions.
+        options: everything else that the numbers depend on, besides documents and versions.
 
     Raises:
         ResultsError: the folder cannot be used, or holds results of another configuration.
@@ -99,12 +99,12 @@ def opened(out: Path | str | None, model: Decoder, name: str, analysis: str, **o
 
 
 def joined_documents(found: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Datasets of documents as one, NaN where a document has ended."""
+    """Datasets of single documents as one, NaN where a document has ended."""
     return xr.concat(found, "document", join="outer", data_vars="minimal", coords="minimal", compat="override")
 
 
 def of_document(document: Document, **rest: Any) -> tuple:
-    """Key of a document and what else tells items apart."""
+    """Key of an item: the document's name and checksum, and the values of ``rest``."""
     return document.name, document.sha256(), *rest.values()
 
 
@@ -116,14 +116,14 @@ def worked(
     at_once: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> list[Part]:
-    """What ``work`` gives of every item, in their order.
+    """The result of ``work`` for every item, in order.
 
     Args:
-        work: takes the values of a unit's items and a progress of its own, in shares of its cost; gives a table or a
-            dataset for each item.
-        results: finished parts are read from there, and written.
-        at_once: items of a unit, at most; of datasets one.
-        progress: called with the cost of what is done, and of all.
+        work: takes the values of a unit's items and a progress function for the unit; returns a table or a dataset for each
+            item.
+        results: folder from which finished parts are read, and to which new ones are written.
+        at_once: most items of a unit; 1 for datasets.
+        progress: called with the cost done and the total cost.
     """
     total, done = sum(item.cost for item in items), 0
     found: dict[tuple, Part] = {}
@@ -152,7 +152,7 @@ def rows_of(
     at_once: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> pa.Table:
-    """The rows of every item, in their order, kept as rows.parquet and rows.csv; arguments as of :func:`worked`."""
+    """The rows of all items, in order, also written to rows.parquet and rows.csv; arguments as in :func:`worked`."""
     rows = pa.concat_tables(worked(items, work, results=results, at_once=at_once, progress=progress))
     if results is not None:
         results.finish_rows(rows)
@@ -174,7 +174,7 @@ def _units(items: Sequence[Item], at_once: int, results: Results | None) -> Iter
             keys, part = list(map(_tuple, keys)), f"{number:04d}-{index:04d}"
             if not set(keys) & wanted.keys():
                 continue
-            more = not set(keys) <= wanted.keys() or len(keys) > at_once  # than is wanted, or fits now
+            more = not set(keys) <= wanted.keys() or len(keys) > at_once  # than wanted, or than fits now
             if more and not results.has(part):
                 continue
             yield Unit([wanted.get(key) or Item(key, None, 0) for key in keys], part)

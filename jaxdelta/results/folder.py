@@ -1,13 +1,13 @@
-"""Results on disk: a manifest, finished parts, and the rows that they add up to.
+"""Results on disk: a manifest, finished parts, and the tables or arrays made of all parts.
 
-A folder belongs to one configuration. Work is done in parts; each is written whole under a temporary name and then
-renamed, so a run that is killed at any moment leaves only whole parts, and the same configuration goes on with those that
-are missing. :mod:`jaxdelta.results.documents` says which parts there are.
+A folder belongs to one configuration. Work is done in parts. Each is written completely under a temporary name and then
+renamed, so a killed process leaves only complete parts, and a call with the same configuration continues with the missing
+ones. :mod:`jaxdelta.results.documents` defines the parts.
 
-Any number of processes, of one machine or several, may work in a folder, without a lock. The first to write the manifest,
-a plan or a part keeps it: none is replaced, and all read the same. What is made of the parts is replaced whole. A temporary
-name says whose it is (``0003.zarr.HOST.PID-N.partial``), and only this host's, of processes that have ended, are cleared
-away.
+Any number of processes on one machine or several may work in a folder, without a lock. The first to write the manifest, a
+plan or a part wins: these files are never replaced, and all processes read the same ones. The files made of all parts are
+replaced as a whole. A temporary name tells its process (``0003.zarr.HOST.PID-N.partial``); only those of ended processes on
+this host are removed.
 
     manifest.json     configuration, versions, kind of device, commit, checksums
     plans, parts
@@ -48,7 +48,7 @@ ITEM = "item of the part"  # a column beside those of the rows
 
 
 class ResultsError(ValueError):
-    """A results folder that cannot be used; says why and what to do."""
+    """A results folder cannot be used; the message tells why and what to do."""
 
 
 class Results:
@@ -56,10 +56,10 @@ class Results:
 
     Args:
         folder: created where it does not exist.
-        configuration: JSON values that decide the numbers; versions and the kind of device are added.
+        configuration: JSON values that the numbers depend on; versions, commit and kind of device are added.
 
     Raises:
-        ResultsError: the folder cannot be written, or holds another configuration or something else.
+        ResultsError: the folder cannot be written, or holds results of another configuration or other files.
     """
 
     def __init__(self, folder: Path, configuration: dict[str, Any]):
@@ -79,7 +79,7 @@ class Results:
             raise ResultsError(f"results folder {self.folder} cannot be used: {error.strerror}; choose another") from None
 
     def plan(self, number: int) -> list[list[Any]] | None:
-        """Units of work, as lists of keys, as the first to write them down has it; None where nobody has.
+        """Units of work as lists of keys; None if plan ``number`` is not written yet.
 
         Raises:
             ResultsError: the plan cannot be read.
@@ -96,7 +96,7 @@ class Results:
             raise ResultsError(f"{file} cannot be read ({error}); choose another folder or remove this one") from None
 
     def make_plan(self, number: int, units: list[list[Any]]) -> list[list[Any]]:
-        """Write units of work down, unless another process has been first; gives those that hold."""
+        """Write a plan unless another process was first; returns the plan that holds."""
         text = json.dumps(units) + "\n"
         self._write(self._plan_file(number), lambda file: Path(file).write_text(text, encoding="utf-8"), replace=False)
         return self.plan(number)
@@ -106,7 +106,7 @@ class Results:
         return self._rows_file(part).exists() or self._arrays_file(part).exists()
 
     def parts(self, part: str, count: int) -> list[pa.Table] | list[xr.Dataset] | None:
-        """What a finished part holds of each of its ``count`` items; None where it is still to do.
+        """The results of a finished part for each of its ``count`` items; None if it is not finished.
 
         Raises:
             ResultsError: the part cannot be read.
@@ -123,7 +123,7 @@ class Results:
         return [rows.filter(pa.array(item == i)) for i in range(count)]
 
     def write_parts(self, part: str, found: Sequence[pa.Table] | Sequence[xr.Dataset]) -> None:
-        """Keep what a part holds of each of its items, unless another process has been first."""
+        """Write the results of a part, one for each item, unless another process was first."""
         if isinstance(found[0], xr.Dataset):
             (data,) = found
             self._write(self._arrays_file(part), lambda folder: to_zarr(data, folder), replace=False)
@@ -133,18 +133,18 @@ class Results:
         self._write(self._rows_file(part), lambda file: pa_parquet.write_table(rows, file), replace=False)
 
     def finish_arrays(self, name: str, data: xr.Dataset) -> None:
-        """Keep the whole of labelled arrays under ``name``, and note that all parts are done."""
+        """Write the dataset of all parts as ``name``.zarr, and note in the manifest that all parts are done."""
         self._write(self.folder / f"{name}.zarr", lambda folder: to_zarr(data, folder))
         self.finished()
 
     def finish_rows(self, rows: pa.Table) -> None:
-        """Keep the whole as rows.parquet and rows.csv, and note that all parts are done."""
+        """Write the rows of all parts to rows.parquet and rows.csv, and note in the manifest that all parts are done."""
         self._write(self.folder / "rows.parquet", lambda file: pa_parquet.write_table(rows, file))
         self._write(self.folder / "rows.csv", lambda file: pa_csv.write_csv(rows, file))
         self.finished()
 
     def finished(self) -> None:
-        """Note that all parts are done."""
+        """Note in the manifest that all parts are done, and remove leftovers of killed processes."""
         self._remove_leftovers()
         if "finished" not in self.manifest:
             self.manifest = parse(self._manifest.read_bytes())  # another process may have been first
@@ -153,7 +153,7 @@ class Results:
             self._write_manifest(self.manifest, replace=True)
 
     def _remove_leftovers(self) -> None:
-        """Half-written files of runs that were killed; those of a live process, or of another host, are their own."""
+        """Remove temporary files of ended processes on this host."""
         for folder in (self.folder, *(self.folder / name for name in FOLDERS)):
             for file in folder.iterdir():
                 named = PARTIAL.fullmatch(file.name)
@@ -183,7 +183,7 @@ class Results:
         return manifest
 
     def _refuse_foreign_files(self) -> None:
-        """A folder without a manifest must be empty, but for what a run killed at its very start leaves."""
+        """Raise ResultsError if a folder without a manifest holds more than leftovers of a process killed at its start."""
         others = [p.name for p in self.folder.iterdir() if p.name not in FOLDERS and not PARTIAL.fullmatch(p.name)]
         for folder in (self.folder / name for name in FOLDERS):
             others += [p.name for p in folder.iterdir() if not PARTIAL.fullmatch(p.name)] if folder.exists() else []
@@ -202,12 +202,12 @@ class Results:
 
 
 def to_zarr(data: xr.Dataset, folder: str) -> None:
-    """Labelled arrays as this library stores them."""
+    """Write labelled arrays as this library stores them."""
     data.to_zarr(folder, mode="w", consolidated=False, zarr_format=2)  # 3 has no strings yet
 
 
 def finished_rows(folder: Path) -> pa.Table | None:
-    """The rows of a finished run over documents, None where there are none.
+    """The rows of a finished analysis, or None.
 
     Raises:
         ResultsError: the file cannot be read.
@@ -218,7 +218,7 @@ def finished_rows(folder: Path) -> pa.Table | None:
 def _read_arrays(folder: Path) -> xr.Dataset:
     try:
         with xr.open_zarr(folder, consolidated=False) as stored:
-            return stored.load().drop_encoding()  # of which the length of names would cut those of others
+            return stored.load().drop_encoding()  # which would cut longer names of other parts
     except Exception as error:  # of whatever kind, from a chunk that does not unpack to a group that is none
         raise _unreadable(folder, error) from None
 
@@ -237,17 +237,17 @@ def _unreadable(file: Path, reason: object) -> ResultsError:
 
 
 def write_csv(rows: pa.Table, file: Path) -> Path:
-    """Write rows whole; gives the file."""
+    """Write rows to a CSV file that appears only when complete; returns the file."""
     write_whole(file, lambda unfinished: pa_csv.write_csv(rows, unfinished))
     return file
 
 
 def write_whole(file: Path, write: Callable[[str], Any], *, replace: bool = True) -> None:
-    """Let ``write`` make a file or a folder under another name, and give it its own when it is whole.
+    """Write a file or folder under a temporary name, and rename it when it is complete.
 
     Args:
         write: called with the path to write to.
-        replace: put it in the place of one that is there; else the one that is there stays, and this one is dropped.
+        replace: replace an existing one; otherwise the existing one stays and the new one is dropped.
     """
     unfinished = _temporary(file)
     try:
@@ -259,7 +259,7 @@ def write_whole(file: Path, write: Callable[[str], Any], *, replace: bool = True
 
 
 def _place(new: Path, file: Path, *, replace: bool) -> None:
-    """Give ``new`` the name ``file``; whatever other processes do meanwhile, there is a whole one under it in the end."""
+    """Rename ``new`` to ``file``. Whatever other processes do meanwhile, a complete one has that name in the end."""
     if not new.is_dir():
         if replace:
             new.replace(file)
@@ -273,13 +273,13 @@ def _place(new: Path, file: Path, *, replace: bool) -> None:
         old = _temporary(file)
         try:
             file.rename(old)
-        except FileNotFoundError:  # another process is at the same point
+        except FileNotFoundError:  # another process was faster
             continue
         _remove(old)
 
 
 def _renamed(new: Path, file: Path) -> bool:
-    """Rename a folder, unless there is one of that name already."""
+    """Rename a folder unless one with that name exists; returns whether it was renamed."""
     try:
         new.rename(file)
     except OSError as error:
@@ -290,19 +290,19 @@ def _renamed(new: Path, file: Path) -> bool:
 
 
 def _link(new: Path, file: Path) -> None:
-    """Rename a file, unless there is one of that name already."""
+    """Rename a file unless one with that name exists; else remove it."""
     try:
         os.link(new, file)
     except FileExistsError:
         pass
-    except OSError:  # a file system without links: the last of two at the very same moment stays, whole as well
+    except OSError:  # a file system without links: of two at the same moment the last one stays, also complete
         if not file.exists():
             new.replace(file)
     new.unlink(missing_ok=True)
 
 
 def _same(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same files to the byte; not, where one of them vanishes meanwhile."""
+    """Whether two folders hold the same files, byte for byte; False if one vanishes meanwhile."""
     names = [{p.relative_to(folder) for p in folder.rglob("*") if p.is_file()} for folder in (a, b)]
     try:
         return names[0] == names[1] and all(filecmp.cmp(a / name, b / name, shallow=False) for name in names[0])
@@ -322,7 +322,7 @@ def _temporary(file: Path) -> Path:
 
 
 def host() -> str:
-    """Where a process number means something: the machine's name and the name space of its processes."""
+    """The scope of process numbers: the machine's name and the namespace of its processes."""
     try:
         space = os.stat("/proc/self/ns/pid").st_ino  # of a container, which may share the machine's name
     except OSError:
@@ -341,19 +341,19 @@ def _is_alive(pid: int) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """Versions and the kind of device, which decide the last digits of a result."""
+    """Versions and kind of device, on which the last digits of a result depend."""
     device = jax.devices()[0]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return versions | {"python": platform.python_version(), "device": f"{device.platform} {device.device_kind}"}
 
 
 def where() -> dict[str, Any]:
-    """Where a run was begun; a run elsewhere is the same one."""
+    """Host and cores of the process that created the folder; not part of the configuration."""
     return {"host": socket.gethostname(), "cores": os.cpu_count()}
 
 
 def commit() -> str | None:
-    """Last commit that changed the library, with ``+changes`` where it has any since; None outside of a checkout."""
+    """Last commit that changed the library, with ``+changes`` if there are uncommitted ones; None outside a checkout."""
     here = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:

@@ -1,1 +1,1 @@
-"""How a model is run: one loop over segments, what may change and watch it, and its derivatives."""
+"""Segmented runs: the loop over segments, interventions, edits and observers, and derivatives."""

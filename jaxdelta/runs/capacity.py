@@ -1,4 +1,4 @@
-"""How much memory a segmented run needs, and how many rows of a batch fit."""
+"""Bytes of device memory that a segmented run needs, and the rows of a batch that fit."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from jaxdelta.nn.head import LOGITS_AT_ONCE
 from jaxdelta.nn.sizes import LinearSizes
 from jaxdelta.ops.delta_rule import CHUNK_SIZE
 
-SHARE = 0.7  # of the device's memory; the rest is for fragmentation and for what the estimate does not see
+SHARE = 0.7  # of the device's memory; the rest is for fragmentation and what the estimate leaves out
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class RunMemory:
     """Bytes of a segmented run.
 
     Attributes:
-        parameters: of the model.
-        row_carry: of one row's carry: conv tails, key/value cache, and the states, of which a cut holds three copies.
-        row_work: of one row's activations in a segment, at their peak.
-        logits: of the largest block of logits, whatever the batch.
+        parameters: parameters of the model.
+        row_carry: carry of one row: conv tails, key/value cache, and three copies of the states, which a truncation needs.
+        row_work: activations of one row in a segment, at their peak.
+        logits: the largest block of logits; does not depend on the batch.
     """
 
     parameters: int
@@ -43,7 +43,11 @@ class RunMemory:
 
 
 def run_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: int) -> RunMemory:
-    """Estimate from the sizes of the arrays that are alive together; ``segment`` and ``max_length`` in tokens.
+    """Estimate from the sizes of the arrays that are alive together.
+
+    Args:
+        dtype: of parameters and activations.
+        segment, max_length: in tokens; the cache has ``max_length`` places.
 
     Raises:
         ValueError: ``segment`` or ``max_length`` is below 1.
@@ -65,27 +69,27 @@ def run_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: i
 
 
 def _states(config: DecoderConfig) -> int:
-    """Bytes of the states of one row in one array."""
+    """Bytes of the stacked states of one row."""
     return 4 * len(config.linear_layers) * math.prod(config.largest_state)
 
 
 def _mixer(sizes: LinearSizes, size: int) -> int:
-    """Bytes of a linear layer's activations for a token of ``size`` bytes an entry, at their peak."""
+    """Bytes of a linear layer's activations for each token, at their peak; ``size`` is bytes of an entry."""
     writes = CHUNK_SIZE * sizes.num_householder * sizes.num_value_heads
     return 2 * sizes.conv_channels * size + 4 * (sizes.conv_channels + 6 * writes)
 
 
 def _mixer_and_tape(sizes: LinearSizes, size: int) -> int:
-    """:func:`_mixer` where reverse mode keeps what it needs."""
+    """:func:`_mixer` with what reverse mode keeps."""
     (H, K, V), E, C = sizes.state, sizes.conv_channels, CHUNK_SIZE * sizes.num_householder
     return size * (3 * E + 6 * H * V) + 4 * (2 * E + 6 * H * (K + V) + 8 * H * C + H * K * V // 16)
 
 
 def reverse_on_host(config: DecoderConfig, *, dtype: str, segment: int, max_length: int, cotangents: int) -> bool:
-    """Whether reverse mode over one text must keep its boundaries' states in the host's memory to fit the device.
+    """Whether reverse mode over one text fits the device only with the states of its boundaries in host memory.
 
     Raises:
-        MemoryError: it does not fit even so; says what is needed and which setting would fit.
+        MemoryError: it does not fit at all; names the bytes needed and a setting that would fit.
     """
     limit = int(SHARE * device_memory())
     kept, rest = reverse_memory(config, dtype=dtype, segment=segment, max_length=max_length, cotangents=cotangents)
@@ -117,10 +121,11 @@ def reverse_on_host(config: DecoderConfig, *, dtype: str, segment: int, max_leng
 
 
 def reverse_memory(config: DecoderConfig, *, dtype: str, segment: int, max_length: int, cotangents: int) -> tuple[int, int]:
-    """Bytes of reverse mode over one text: of the boundaries' carries, and of everything else at its peak.
+    """Bytes of reverse mode over one text: of the carries of its boundaries, and of everything else at its peak.
 
-    Everything else: parameters, key/value cache with the sum of its cotangents, one segment's activations, one layer's
-    cotangents, and blocks of logits. Does not depend on the number of segments but through the cache.
+    Everything else is parameters, key/value cache and the sum of its cotangents, activations of one segment, cotangents of
+    one layer, and blocks of logits. It depends on the number of segments only through the cache. ``segment`` and
+    ``max_length`` are in tokens, ``cotangents`` is R of :func:`jaxdelta.runs.reverse.pull_back`.
     """
     run = run_memory(config, dtype=dtype, segment=segment, max_length=max_length)
     c, size = config, jnp.dtype(dtype).itemsize
@@ -132,7 +137,7 @@ def reverse_memory(config: DecoderConfig, *, dtype: str, segment: int, max_lengt
     mixers = [_mixer_and_tape(sizes, size) for sizes in c.linear_sizes]
     gates = sum((sizes.num_householder + 1) * sizes.num_value_heads for sizes in c.linear_sizes)
     scores = 4 * c.num_query_heads * max_length if attention else 0  # of one query; five arrays of them live at once
-    # Cotangents are pulled back one after the other: one layer's work, and of each what it hands out.
+    # Cotangents are pulled back one after the other: the work of one layer, and the results of each cotangent.
     pulled = 2 * (stream + max(mixers, default=0)) + cotangents * 4 * (c.width * (linear + 2) + gates)
     token = linear * stream + sum(mixers) + attention * (stream + size * 12 * c.width) + pulled
     count = -(-max_length // segment)
@@ -149,10 +154,10 @@ def reverse_memory(config: DecoderConfig, *, dtype: str, segment: int, max_lengt
 
 
 def rows_that_fit(memory: RunMemory, rows: int) -> int:
-    """Rows of a batch, at most ``rows``: as few batches as fit the device, of about equal size.
+    """Rows of each batch for ``rows`` rows in all: the fewest batches that fit the device, of about equal size.
 
     Raises:
-        MemoryError: not even one row fits; says how much it needs and how much there is.
+        MemoryError: not even one row fits; names the bytes needed and available.
     """
     limit = int(SHARE * device_memory())
     each = memory.row_carry + memory.row_work
@@ -167,12 +172,12 @@ def rows_that_fit(memory: RunMemory, rows: int) -> int:
 
 
 def has_own_memory() -> bool:
-    """Whether the default device has memory of its own; a CPU's is the host's."""
+    """Whether the default device has its own memory; a CPU uses that of the host."""
     return "bytes_limit" in _stats()
 
 
 def device_memory() -> int:
-    """Bytes of the default device; for a CPU those of the machine, or of the container where it has fewer."""
+    """Bytes of the default device's memory; for a CPU those of the machine, or of the container if that has fewer."""
     if has_own_memory():
         return _stats()["bytes_limit"]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -187,7 +192,7 @@ def _stats() -> dict[str, int]:
 
 
 def gib(size: int) -> str:
-    """``size`` bytes for people."""
+    """``size`` in bytes as text, in MiB or GiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 

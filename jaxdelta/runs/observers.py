@@ -1,8 +1,8 @@
-"""What watches a segment and what changes it: observers and edits of named arrays, inside of the compiled program.
+"""Observers and edits of named arrays, inside the compiled program of a segment.
 
-The names are those of :class:`~jaxdelta.models.decoder.DecoderLayer` and of its mixers (``beta``, ``head_output`` ...), in
-every layer that has them. An edit replaces an array where it arises, so everything after it follows; an observer sees the
-arrays as edited, and gives those to keep, reduced on the device. What nobody asks for is not computed.
+The names are those of :class:`~jaxdelta.models.decoder.DecoderLayer` and of its mixers (``beta``, ``head_output`` ...). An
+edit replaces an array where it arises, and all later computation uses the new one. An observer sees the edited arrays and
+returns what to keep, reduced on the device. What nobody asks for is not computed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,14 +23,14 @@ Change = Callable[[Array, Any, Array], Array]
 class Edit:
     """Replace a named array: x <- ``change(x, values, positions)``, with Int[B T] positions of the tokens in their texts.
 
-    ``change`` and ``layer`` shape the compiled program; ``values`` are handed to it, so edits that differ in them alone
-    share one. Take a function of a module as ``change``: a lambda is another one each time it is made.
+    ``name``, ``change`` and ``layer`` are part of the compiled program; ``values`` are its arguments, so edits that differ
+    only in values share a program. Define ``change`` in a module: every new lambda compiles a new program.
 
     Attributes:
         name: of the array.
-        change: the array that takes its place, of the same shape and dtype.
-        layer: of the model; None is every layer that has the array.
-        values: arrays that ``change`` is given.
+        change: returns the new array, of the same shape and dtype.
+        layer: model layer index; None is every layer that has the array.
+        values: arrays passed to ``change``.
     """
 
     name: str
@@ -50,26 +50,26 @@ def multiplied(x: Array, values: Any, positions: Array) -> Array:
 
 
 def substituted(x: Array, values: Any, positions: Array) -> Array:
-    """``values``, broadcast."""
+    """``values``, broadcast to the shape of x."""
     return jnp.broadcast_to(values, x.shape).astype(x.dtype)
 
 
 def added_at(x: Array, values: tuple[Any, Any], positions: Array) -> Array:
-    """x + amount at one token, for ``values`` = (its index in the text, amount); for arrays [B, T or P, ...]."""
+    """x + amount at one token, for ``values`` = (index of the token in its text, amount) and x [B, T or P, ...]."""
     token, amount = values
     here = jnp.repeat(positions == token, x.shape[1] // positions.shape[1], axis=1)
     return x + jnp.where(here.reshape(*here.shape, *(1,) * (x.ndim - 2)), jnp.asarray(amount, x.dtype), 0)
 
 
 class Seen:
-    """What an observer is shown of a segment.
+    """What an observer sees of a segment.
 
     Attributes:
-        model: around traced parameters.
-        tokens, targets: Int[B T], and what follows each.
-        length: Int[B], how many leading tokens of each row are text; None is all of them.
-        hidden: Float[B T D] after the final norm.
-        arrays: of each name, by layer.
+        model: with traced parameters.
+        tokens, targets: Int[B T]; the target of a token is the one that follows it.
+        length: Int[B], how many leading tokens of each row are text; None is all.
+        hidden: Float[B T D], hidden states after the final norm.
+        arrays: by name, then by model layer index.
     """
 
     def __init__(self, model: Decoder, tokens: AnyArray, targets: AnyArray, length: AnyArray | None):
@@ -78,9 +78,9 @@ class Seen:
         self.arrays: dict[str, dict[int, Array]] = {}
 
     def stacked(self, name: str, layers: Sequence[int] | None = None) -> Array:
-        """An array of chosen layers along a new first axis; of all that have it, in depth order, where None.
+        """An array of several layers, along a new first axis; ``layers`` None is all that have it, in depth order.
 
-        Where layers differ in size, what one does not have is zero.
+        If layers differ in size, smaller arrays are padded with zeros.
         """
         found = self.arrays[name]
         return stacked_alike([found[layer] for layer in (sorted(found) if layers is None else layers)])
@@ -88,10 +88,10 @@ class Seen:
 
 @runtime_checkable
 class Observer(Protocol):
-    """What is kept of a segment. Hashable, since it shapes the compiled program: a frozen dataclass is.
+    """Computes what to keep of a segment. Hashable, because compiled programs are keyed by it: use a frozen dataclass.
 
     Attributes:
-        names: of the arrays that it asks for.
+        names: of the arrays that it needs.
     """
 
     names: Sequence[str]
@@ -103,7 +103,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """Nats of what follows each token, Float[B T]."""
+    """Loss of the token that follows each token, in nats, Float[B T]."""
 
     names = ()
 
@@ -113,7 +113,7 @@ class TokenLosses:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """After the final norm, Float[B T D]."""
+    """Hidden states after the final norm, Float[B T D]."""
 
     names = ()
 
@@ -123,11 +123,11 @@ class HiddenStates:
 
 @dataclass(frozen=True)
 class Named:
-    """Arrays as they are, stacked in depth order; where layers differ in size, what one does not have is zero.
+    """Named arrays of several layers, stacked; if layers differ in size, smaller arrays are padded with zeros.
 
     Attributes:
         names: of the arrays.
-        layers: of the model; None is all that have the array.
+        layers: model layer indices; None is all that have the array, in depth order.
     """
 
     names: tuple[str, ...]
@@ -138,7 +138,11 @@ class Named:
 
 
 class Taps:
-    """The tap of one pass: applies edits, and keeps what observers ask for."""
+    """The tap of one pass: applies edits, and keeps the arrays that observers need.
+
+    Raises:
+        ValueError: when called, if an edit changes the shape or dtype of an array.
+    """
 
     def __init__(self, seen: Seen, edits: Sequence[Edit], values: Sequence[Any], positions: Array, wanted: Iterable[str]):
         self.seen, self.edits, self.values, self.positions = seen, edits, values, positions
@@ -163,8 +167,8 @@ def check_names(model: Decoder, edits: Sequence[Edit], observers: Sequence[Obser
     """Check that every edit and observer names arrays that the model has.
 
     Raises:
-        TypeError: it is no edit or no observer.
-        ValueError: no layer, or not the layer asked for, has the array.
+        TypeError: an entry is not an Edit or not an observer.
+        ValueError: no layer, or not the given layer, has the array.
     """
     has = {layer: set(model.names(layer)) for layer in range(model.config.num_layers)}
     known = sorted(set().union(*has.values()))
@@ -185,5 +189,5 @@ def check_names(model: Decoder, edits: Sequence[Edit], observers: Sequence[Obser
 
 
 def split_edits(edits: Sequence[Edit]) -> tuple[tuple[Edit, ...], tuple[Any, ...]]:
-    """What of edits shapes a program, and the values that it is handed."""
+    """Edits without values, which are part of the compiled program, and the values, which are its arguments."""
     return tuple(replace(edit, values=None) for edit in edits), tuple(edit.values for edit in edits)

@@ -1,9 +1,10 @@
-"""Reverse mode over a segmented run: one segment's activations and the carries of all boundaries, never a document's.
+"""Reverse mode over a segmented run, with the activations of one segment at a time.
 
-Forward, the recurrent carry (S, conv tails, position) at the start of every segment is kept, and one key/value cache, which
-is only ever appended to: the finished cache serves every segment, since what lies beyond a segment is masked by causality.
-Backward, each segment is run again from its carry and pulled back, the last first; several cotangents (the loss, and its
-Fisher samples) share that run. A ``scan`` over segments would keep a copy of the cache a step.
+The forward pass keeps the recurrent carry (S, conv tails, position) at the start of every segment and one key/value cache.
+The cache is only ever appended to, so the finished one serves every segment: causality masks what lies beyond it. The
+backward pass recomputes each segment from its carry and pulls cotangents back, the last segment first; several cotangents
+(of the loss and of its Fisher samples) share the recomputation. A ``scan`` over segments would keep a copy of the cache for
+every step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,11 +43,11 @@ class Tape(NamedTuple):
 
     Attributes:
         config: of the model.
-        text: that was run.
-        starts: one for each segment.
-        caches: of each attention layer the key/value cache of all segments but the last.
-        intervention: with all that shapes the compiled program settled; None where there is none.
-        edits: of every segment.
+        text: the recorded text.
+        starts: what each segment starts from.
+        caches: the key/value cache of each attention layer, filled by all segments but the last.
+        intervention: the settled intervention, or None.
+        edits: applied in every segment.
     """
 
     config: DecoderConfig
@@ -57,7 +58,7 @@ class Tape(NamedTuple):
     edits: tuple[Edit, ...]
 
     def segment_at(self, boundary: int) -> int:
-        """The segment that begins at a boundary, given in tokens seen (0: the text's own start).
+        """Index of the segment that begins at a boundary, in tokens seen; 0 is the start of the text.
 
         Raises:
             ValueError: the text has no boundary there.
@@ -70,38 +71,38 @@ class Tape(NamedTuple):
         return index
 
     def arriving(self, index: int) -> Carry:
-        """The carry that arrives at the boundary before a segment, where there is an intervention."""
+        """The carry before the intervention at the start of segment ``index`` >= 1; needs a recorded intervention."""
         start = self.starts[index]
         return with_stacked(join(self.config, start.recurrent, self.caches), start.arriving)
 
     def states_at(self, boundary: int) -> Float[Array, "L B H K V"]:
-        """The states that the segment after a boundary reads; ValueError where the text has none there."""
+        """The states that the segment after a boundary reads; raises ValueError as :meth:`segment_at`."""
         return jnp.asarray(self.starts[self.segment_at(boundary)].recurrent.S)
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """A function of the final hidden states of a segment; hashable, since it shapes the compiled program."""
+    """A function of the final hidden states of a segment. Hashable, because compiled programs are keyed by it."""
 
     def __call__(
         self, model: Decoder, hidden: Float[Array, "B T D"], inputs: Any
     ) -> tuple[Float[Array, "B T"], Float[Array, "R B T D"]]:
-        """A value for each token, and R cotangents of ``hidden``."""
+        """A value for each token, and R cotangents of ``hidden``. ``inputs`` are the arrays of this segment."""
         ...
 
 
 class Pulled(NamedTuple):
-    """Derivatives of R objectives in one segment; leaves have a leading R.
+    """Derivatives of the R sums over tokens of :func:`pull_back`, for one segment.
 
     Attributes:
         index: of the segment.
-        values: Float[B T] of the objective.
-        state: Float[R L B H K V], with respect to the S that the segment reads.
-        beta: Float[R L B P H].
-        g: Float[R L B T H].
+        values: Float[B T], the objective's value for each token.
+        state: Float[R L B H K V], derivatives with respect to the S that the segment reads.
+        beta: Float[R L B P H], with respect to write strengths.
+        g: Float[R L B T H], with respect to log-decays.
         output: Float[R L B H], with respect to a factor on each head's output in this segment.
-        residual: Float[L B T D], of the first objective with respect to what each linear layer adds to the residual stream.
-        inputs: Float[L B T D], what each linear layer reads.
+        residual: Float[L B T D], of the first sum, with respect to what each linear layer adds to the residual stream.
+        inputs: Float[L B T D], what each linear layer reads; not a derivative.
     """
 
     index: int
@@ -115,11 +116,11 @@ class Pulled(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Derivatives with respect to what a segment hands on beside its states; leaves have a leading R.
+    """Derivatives with respect to what a segment passes on besides its states; arrays have a leading axis R.
 
     Attributes:
-        tails: of each linear layer.
-        caches: of each attention layer, in f32 or wider.
+        tails: Float[R B W-1 E] for each linear layer.
+        caches: for each attention layer, in f32 or wider.
     """
 
     tails: tuple[Array, ...]
@@ -137,16 +138,21 @@ def record(
     on_host: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tape:
-    """Run a text and keep what reverse mode needs; arguments as of :func:`jaxdelta.runs.segments.iterate`.
+    """Run a text and keep what reverse mode needs.
 
-    ``on_host`` moves the kept states to the host's memory. Texts of one ``max_length`` share a compiled program.
+    The last segment is not run. Arguments are those of :func:`jaxdelta.runs.segments.iterate`, and
+
+    Args:
+        max_length: least number of cache places; texts with the same ``max_length`` share a compiled program.
+        on_host: move the kept states to host memory.
 
     Raises:
-        NonFiniteError: a NaN or an infinity in a state, with its layer, head and segment.
+        TypeError, ValueError: as :func:`jaxdelta.runs.segments.run`.
+        NonFiniteError: a NaN or an infinity in the residual stream or a state; names layer, head and segment.
     """
     if carry is None:
         carry = init_carry(model, len(text.lengths), max(max_length or 0, text.count * text.segment))
-    if intervention is not None:  # settled here, so that the loop and the way back share its program
+    if intervention is not None:  # settled here, so that both passes share its program
         intervention = started(intervention, carry, text.boundaries)
     starts = []
     for step in iterate(model, text, carry, intervention=intervention, edits=edits, last=False, progress=progress):
@@ -157,12 +163,12 @@ def record(
 
 
 def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> tuple[Text, Carry]:
-    """The rest of a recorded text from the start of segment ``index``, in X worlds whose states there are ``S``.
+    """The rest of a recorded text from the start of segment ``index``, in X worlds that start from the states ``S``.
 
-    The finished cache serves every world: what lies beyond a segment is masked, and worlds write their own places anew.
+    Each world starts with a copy of the finished cache: places beyond a segment are masked, and then overwritten.
 
     Raises:
-        ValueError: the tape holds several texts, edits, or an intervention, whose memory at that boundary is one world's.
+        ValueError: the tape holds several texts, edits, or an intervention, whose memory fits only the recorded world.
     """
     text = tape.text
     if len(text.lengths) != 1 or tape.intervention is not None or tape.edits:
@@ -188,12 +194,13 @@ def pull_back(
 ) -> Iterator[Pulled]:
     """Derivatives of R = ``cotangents`` sums over tokens, segment by segment, the last first.
 
-    ``inputs(index)`` gives the arrays that ``objective`` takes in that segment. ``frozen_basis`` takes the directions that
-    a truncation keeps as constants, which leaves out how they turn.
+    Args:
+        inputs: gives the ``inputs`` of ``objective`` for the segment with this index.
+        frozen_basis: take the directions that a truncation keeps as constants, although they turn with the state.
 
     Raises:
-        ValueError: the intervention changes more of the carry than the states, through which alone derivatives go.
-        NonFiniteError: a NaN or an infinity in a derivative, with its layer, head and boundary.
+        ValueError: the intervention changes more of the carry than the states; derivatives pass only through states.
+        NonFiniteError: a NaN or an infinity in a segment or a derivative; names layer, head and segment or boundary.
     """
     config, params = model.config, nnx.state(model)
     program, probes = _program(model, tape)
@@ -212,7 +219,7 @@ def pull_back(
 
 
 def _no_cotangents(tape: Tape, R: int) -> tuple[Array, Cotangents]:
-    """Of the end of a text."""
+    """Zero cotangents, for the end of a text."""
     like = tape.starts[0].recurrent
     state = jnp.zeros((R, *like.S.shape), like.S.dtype)
     tails = tuple(jnp.zeros((R, *t.shape), t.dtype) for t in like.tails)
@@ -220,8 +227,10 @@ def _no_cotangents(tape: Tape, R: int) -> tuple[Array, Cotangents]:
 
 
 def _program(model: Decoder, tape: Tape) -> tuple[Program, tuple[Array, ...]]:
-    """The recorded program with probes beside its edits: edits that change nothing, with respect to whose values
-    derivatives are taken, of beta, g, heads and outputs."""
+    """The recorded program with probes added to its edits, and the values of the probes.
+
+    Probes are edits that change nothing: derivatives for beta, g, heads and outputs are those for the values of probes.
+    """
     B, T, wide = len(tape.text.lengths), tape.text.segment, accumulation_dtype(model.dtype)
     edits, values = [], []
     for layer, sizes in zip(model.config.linear_layers, model.config.linear_sizes, strict=True):
@@ -252,7 +261,10 @@ def _check_derivative(config: DecoderConfig, finite: Bool[np.ndarray, "L B H"], 
 
 
 @partial(jax.jit, static_argnums=(0, 1, 5))
-def _pull_cut(intervention, config, start: Start, caches: Caches, state: Array, frozen_basis: bool):
+def _pull_cut(
+    intervention: Intervention, config: DecoderConfig, start: Start, caches: Caches, state: Array, frozen_basis: bool
+) -> Array:
+    """Cotangents [R L B H K V] of the states that arrive at a boundary, from those of the states after it."""
     carry = join(config, start.recurrent, caches)
 
     def cut(S):
@@ -287,15 +299,27 @@ def _pull_segment(
     inputs: Any,
     state: Array,
     into: Cotangents,
-):
-    """Values and what layers read; finiteness and states; cotangents of what the segment reads; and those of the probes."""
+) -> tuple[tuple[Array, Array], tuple[Array, Array], Array, Cotangents, tuple[Array, ...]]:
+    """Run a segment again and pull cotangents back through it.
+
+    Args:
+        own: values of the recorded edits.
+        probes: values of the probes.
+        inputs: of the objective in this segment.
+        state: Float[R L B H K V], cotangents of the states after the segment.
+        into: cotangents of the rest that it passes on; donated.
+
+    Returns:
+        (values, what linear layers read), (finiteness, states after the segment), cotangents of the states and of the rest
+        before it, and those of the probes: beta, g, output, residual.
+    """
     model = rebuilt(program.config, program.implementation, params)
     T = part.tokens.shape[1]
-    begin = jnp.max(recurrent.position)  # of every row whose text goes on
+    begin = jnp.max(recurrent.position)  # the same for every row whose text goes on
     is_text = first(part.length, T)
 
     def written(cache: Array) -> Array:
-        """The places that this segment wrote."""
+        """The cache places of this segment."""
         return jax.lax.dynamic_slice_in_dim(cache, begin, T, axis=1)
 
     def run(S, tails, caches, probes):
@@ -307,7 +331,7 @@ def _pull_segment(
     values, into_hidden = objective(model, hidden, inputs)
 
     def pulled(into_hidden, state, into: Cotangents):
-        # Later segments' reads of what this one wrote; what it reads of earlier places is added, in f32 or wider.
+        # Places written here get their cotangents from later segments; those of earlier places are summed, f32 or wider.
         into_written = jax.tree.map(
             lambda total, cache: jnp.where(is_text[..., None, None], written(total), 0).astype(cache.dtype),
             into.caches,
@@ -318,7 +342,7 @@ def _pull_segment(
         beta, g, output, residual = (stacked_alike(of_probes[i::4]) for i in range(4))
         return state, Cotangents(tails, sums), (beta, g, output[:, :, 0, :, 0], residual)
 
-    if len(into_hidden) == 1:  # a loop of one turn costs a tenth more
+    if len(into_hidden) == 1:  # a loop with one iteration is 10 % slower
         one = pulled(*jax.tree.map(lambda x: x[0], (into_hidden, state, into)))
         state, into, (*gates, residual) = jax.tree.map(lambda x: x[None], one)
     else:

@@ -1,7 +1,7 @@
 """The loop in which analyses run a model: :func:`iterate`, and under it :func:`advance`, the one segment function, which
 derivatives run too.
 
-A text is cut into segments of equal length. One compiled function takes a segment and the carry and gives what observers
+A text is cut into segments of equal length. One compiled function takes a segment and the carry, and returns what observers
 keep and the next carry; between two segments an intervention may change the carry. The last position of a segment predicts
 the first token of the next, so N tokens give N - 1 losses, each once.
 """
@@ -31,7 +31,7 @@ REMEDY = "look for broken weights there, or run in float32"
 
 
 class NonFiniteError(ValueError):
-    """A NaN or an infinity in the residual stream, a state or a logit; the message names where, ``row`` the row."""
+    """A NaN or an infinity in the residual stream, a state, a logit or a derivative. ``row`` is the row of the batch."""
 
     def __init__(self, message: str, row: int):
         super().__init__(message)
@@ -48,7 +48,7 @@ def in_document(name: str) -> Iterator[None]:
 
 
 class Part(NamedTuple):
-    """A segment of rows of text: ``tokens`` and what follows each, ``targets``, Int[B T]; ``length``, Int[B], of text."""
+    """A segment: ``tokens`` and ``targets`` (the tokens that follow), Int[B T]; ``length``, Int[B], tokens of text."""
 
     tokens: Array
     targets: Array
@@ -59,8 +59,8 @@ class Text(NamedTuple):
     """Rows of text, cut into segments.
 
     Attributes:
-        tokens: Int[B, count * segment + 1], padded.
-        lengths: Int[B].
+        tokens: Int[B, count * segment + 1], padded at the end.
+        lengths: Int[B], tokens of each row.
         segment: tokens between two boundaries.
     """
 
@@ -79,7 +79,7 @@ class Text(NamedTuple):
         return range(self.segment, self.segment * self.count, self.segment)
 
     def part(self, index: int) -> Part:
-        """One segment."""
+        """The segment with this index."""
         begin, end = index * self.segment, (index + 1) * self.segment
         length = np.clip(self.lengths - begin, 0, self.segment).astype(np.int32)
         return Part(self.tokens[:, begin:end], self.tokens[:, begin + 1 : end + 1], length)
@@ -93,9 +93,9 @@ class Start(NamedTuple):
     """What a segment starts from.
 
     Attributes:
-        recurrent: the carry that the segment reads, but for key/value caches.
-        arriving: S before the intervention at this boundary; None where there was none.
-        memory: of the intervention before this boundary.
+        recurrent: the carry that the segment reads, without key/value caches.
+        arriving: S before the intervention at this boundary; None without an intervention.
+        memory: arrays of the intervention before this boundary; None without one.
     """
 
     recurrent: Recurrent
@@ -104,14 +104,14 @@ class Start(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the loop gives of a segment.
+    """What the loop yields for a segment.
 
     Attributes:
-        index: of the segment, 0 the first.
+        index: of the segment, from 0.
         start: what it started from, on the device.
-        record: of the intervention at the boundary before it; None where there was none.
+        record: of the intervention at the boundary before it; None without one.
         observed: what each observer kept, on the host.
-        carry: after it; only of the last segment, since caches are handed on. None of all others.
+        carry: after the last segment; None for all others, whose caches the next segment has taken over.
     """
 
     index: int
@@ -122,13 +122,13 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a segmented run gives.
+    """Result of a segmented run.
 
     Attributes:
-        losses: f32 [B, N - 1], nats of token i + 1 given tokens 0 .. i; NaN where a row's text has ended.
+        losses: [B, N - 1], f32 or wider, loss in nats of token i + 1 given tokens 0 .. i; NaN where a row's text has ended.
         carry: after the last token of each row.
-        records: of the intervention, one entry a boundary, stacked; None without an intervention.
-        observed: of each segment what each observer kept.
+        records: of the intervention, stacked along a first axis of boundaries; None if there is no boundary or no record.
+        observed: for each segment, what each observer kept.
     """
 
     losses: np.ndarray
@@ -138,7 +138,7 @@ class Run(NamedTuple):
 
 
 class Program(NamedTuple):
-    """All that shapes a compiled segment, beside the shapes of its arrays."""
+    """All that a compiled segment depends on, besides the shapes and dtypes of its arrays."""
 
     config: DecoderConfig
     implementation: Implementation
@@ -150,7 +150,7 @@ def init_carry(model: Decoder, batch: int = 1, max_length: int = 16384) -> Carry
     """The carry before the first token of ``batch`` texts of at most ``max_length`` tokens.
 
     Raises:
-        TypeError: ``model`` is no Decoder, ``batch`` or ``max_length`` no whole number.
+        TypeError: ``model`` is not a Decoder, or ``batch`` or ``max_length`` is not a whole number.
         ValueError: ``batch`` or ``max_length`` is below 1.
     """
     check_model(model)
@@ -163,22 +163,22 @@ def init_carry(model: Decoder, batch: int = 1, max_length: int = 16384) -> Carry
 def forward(model: Decoder, tokens: Tokens, carry: Carry, mask: Mask | None = None) -> tuple[Float[Array, "B T Y"], Carry]:
     """Run any number of tokens on from ``carry``, which stays valid; compiled once for each shape.
 
-    A function of arrays: jit, grad and vmap may enclose it, with respect to the states or the model's parameters too. What
-    they leave unknown is not checked, and gives NaN where it is out of bounds.
+    The function may stand inside jit, grad and vmap, also with respect to the states or the model's parameters. Traced
+    values are not checked; they give NaN where they are out of bounds.
 
     Args:
-        tokens: whole numbers [B, T], ids below the vocabulary's size.
-        carry: of :func:`init_carry` or of an earlier call, with room for the tokens of text.
-        mask: bool [B, T], False is padding, on either side; padding has no position and leaves its row's carry as it was.
-            The logits at padding mean nothing.
+        tokens: whole numbers [B, T], ids below the vocabulary size.
+        carry: from :func:`init_carry` or an earlier call, with room for the tokens of text.
+        mask: bool [B, T], False is padding, on either side. Padding has no position and does not change the carry; logits
+            at padding mean nothing.
 
     Returns:
-        Logits, f32 or wider, and the next carry.
+        Logits [B, T, Y], f32 or wider, and the next carry.
 
     Raises:
-        TypeError: ``model`` is no Decoder, or ``carry`` no Carry.
-        ValueError: tokens or mask are no such array, an id out of range, a carry that lacks something or is another
-            model's, a batch that is not the carry's, or more tokens than the carry has room for.
+        TypeError: ``model`` is not a Decoder, or ``carry`` is not a Carry.
+        ValueError: ``tokens`` or ``mask`` is not such an array, an id is out of range, or the carry is incomplete, is of
+            another model or batch, or has no room for the tokens.
     """
     check_model(model)
     if not hasattr(tokens, "dtype") or len(tokens.shape) != 2:
@@ -209,22 +209,22 @@ def run(
     edits: Sequence[Edit] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Run:
-    """Run texts [B, N] segment by segment, with ``intervention`` at every boundary between two of them.
+    """Run texts segment by segment, with ``intervention`` at every boundary between two segments.
 
     Args:
-        tokens: ids below the vocabulary's size; what follows a row's ``lengths`` is padding.
-        segment: tokens between two boundaries; the last segment may hold fewer.
-        lengths: tokens of each row, all N where None.
-        max_length: places of the key/value cache, N rounded up to whole segments where None.
+        tokens: whole numbers [B, N], ids below the vocabulary size; padding may follow the text of a row.
+        segment: tokens between two boundaries; the last segment may be shorter.
+        lengths: whole numbers [B], tokens of text in each row; None is all N.
+        max_length: places of the key/value cache; None is the longest text, rounded up to whole segments.
         observers: what to keep of each segment.
-        edits: of named arrays, in every segment.
-        progress: called with the segments done and their number.
+        edits: changes of named arrays, in every segment.
+        progress: called with the number of segments done and of all.
 
     Raises:
-        TypeError: ``model`` is no Decoder, ``intervention`` no intervention, or a size no whole number.
+        TypeError: an argument is of another type, for example a model's name, or a size that is not a whole number.
         ValueError: an id out of range, a text of fewer than two tokens, a segment below 1 or above ``max_length``, a text
-            above ``max_length``, a rank that the intervention refuses, or a name that the model's layers do not have.
-        NonFiniteError: a NaN or an infinity, with its layer, segment and row.
+            above ``max_length``, values of the intervention that do not fit, or names that no layer has.
+        NonFiniteError: a NaN or an infinity; names layer, segment and row.
     """
     check_model(model)
     text = text_of(model, tokens, segment=segment, lengths=lengths)
@@ -249,7 +249,7 @@ def text_of(model: Decoder, tokens: Any, *, segment: int, lengths: np.ndarray | 
     """Rows [B, N] of token ids as segments.
 
     Raises:
-        TypeError: ``segment`` is no whole number.
+        TypeError: ``segment`` is not a whole number.
         ValueError: an id out of range, a row of fewer than two tokens, lengths that do not fit, or a segment below 1.
     """
     try:
@@ -278,8 +278,8 @@ def _first_carry(model: Decoder, text: Text, max_length: int | None) -> Carry:
     """The carry before the first token, with ``max_length`` places.
 
     Raises:
-        TypeError: ``max_length`` is no whole number.
-        ValueError: a segment or a text is longer.
+        TypeError: ``max_length`` is not a whole number.
+        ValueError: a segment or a text is longer than ``max_length``.
     """
     max_length = text.count * text.segment if max_length is None else whole_number("max_length", max_length)
     if text.segment > max_length:
@@ -300,16 +300,16 @@ def iterate(
     last: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Step]:
-    """Run a text from ``carry``, which is used up, and give segment after segment; the device is one ahead of the host.
+    """Run a text and yield its segments in order; the device computes one segment ahead of the host.
 
     Args:
-        carry: to go on from, its caches with room for whole segments; None is the start of a text.
-        last: whether the last segment is run too, or only what it starts from is found.
-        progress: called with the segments done and their number.
+        carry: to continue from, with room for whole segments; its caches are donated. None is the start of a text.
+        last: whether to run the last segment; if False, its step has only a start and a record.
+        progress: called with the number of segments done and of all.
 
     Raises:
-        TypeError, ValueError: see :func:`run`.
-        NonFiniteError: a NaN or an infinity in the residual stream or a state, with its layer, segment and row.
+        TypeError, ValueError: as :func:`run`.
+        NonFiniteError: a NaN or an infinity in the residual stream or a state; names layer, segment and row.
     """
     check_names(model, edits, observers)
     carry = _first_carry(model, text, None) if carry is None else carry
@@ -337,19 +337,19 @@ def iterate(
 
 
 def num_boundaries(length: int, segment: int) -> int:
-    """Boundaries of a text of ``length`` tokens after which a token is still predicted."""
+    """Number of boundaries of a text of ``length`` tokens after which a token is still predicted."""
     return max(0, length - 2) // segment
 
 
 def _on_host(config: DecoderConfig, text: Text, step: Step, finite: Array | None, S: Array, carry: Carry | None) -> Step:
-    """A step with what was observed on the host; raises NonFiniteError."""
+    """The step with its observed arrays on the host; raises NonFiniteError."""
     if finite is not None:
         check_segment(config, text, step.index, np.asarray(finite), S)
     return step._replace(observed=jax.tree.map(np.asarray, step.observed), carry=carry)
 
 
 def check_segment(config: DecoderConfig, text: Text, index: int, finite: Bool[np.ndarray, "layers B"], S: Array) -> None:
-    """Raise NonFiniteError for a segment whose residual stream or states broke; ``S`` Float[L B H K V] it handed on."""
+    """Raise NonFiniteError if ``finite`` has a False; ``S``, Float[L B H K V], are the states after the segment."""
     if finite.all():
         return
     place, row = (int(i[0]) for i in np.nonzero(~finite))
@@ -363,7 +363,7 @@ def check_segment(config: DecoderConfig, text: Text, index: int, finite: Bool[np
 
 
 def finite_losses(text: Text, index: int, losses: np.ndarray, scored: Bool[np.ndarray, "B T"]) -> np.ndarray:
-    """``losses`` of a segment [B, T]; raises NonFiniteError where one of those that count is not finite."""
+    """``losses`` [B, T] of a segment; raises NonFiniteError if a scored one is not finite."""
     broken = np.flatnonzero(~np.isfinite(np.where(scored, losses, 0)).all(axis=1))
     if broken.size:
         raise _broken("the logits", text, index, int(broken[0]))
@@ -389,15 +389,18 @@ def _graphdef(config: DecoderConfig, implementation: Implementation) -> nnx.Grap
 
 
 def rebuilt(config: DecoderConfig, implementation: Implementation, params) -> Decoder:
-    """The module of a config around traced parameters; compiled functions are keyed by these two alone."""
+    """The model of a config with (traced) parameters; compiled functions are keyed by config and implementation alone."""
     return nnx.merge(_graphdef(config, implementation), params)
 
 
 def advance(
     program: Program, params, recurrent: Recurrent, caches: Caches, part: Part, values: Sequence[Any]
 ) -> tuple[tuple[Any, ...], Recurrent, Caches, Array]:
-    """One segment, as every compiled function runs it: what observers keep, both parts of the next carry, and whether all
-    is finite, Bool[layers + 1 B]."""
+    """Run one segment; all compiled functions use this.
+
+    Returns:
+        What observers keep, both parts of the next carry, and whether all is finite, Bool[layers + 1 B].
+    """
     model = rebuilt(program.config, program.implementation, params)
     seen = Seen(model, *part)
     carry = join(program.config, recurrent, caches)
@@ -412,7 +415,7 @@ _segment = jax.jit(advance, static_argnums=0, donate_argnums=3)
 
 
 def segment_arguments(model: Decoder, rows: int, segment: int, max_length: int) -> tuple[Any, ...]:
-    """Arguments of the compiled segment of a run that keeps its losses, by shape alone: to lower it and look at it."""
+    """Arguments of a run's compiled segment, as shapes and dtypes, for lowering it."""
     program = Program(model.config, model.implementation, (TokenLosses(),), ())
     recurrent, caches = jax.eval_shape(lambda: split(model.init_carry(rows, max_length)))
     ids, length = jax.ShapeDtypeStruct((rows, segment), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
@@ -429,7 +432,7 @@ def _boundary(intervention: Intervention, config, recurrent: Recurrent, caches: 
 def _forward(program: Program, params, carry: Carry, tokens: Tokens, mask: Mask | None):
     recurrent, caches = split(carry)
     length = None if mask is None else jnp.sum(mask, axis=1)
-    if mask is not None:  # text first, padding last; the model knows padding on the right alone
+    if mask is not None:  # text first: the model takes padding on the right only
         order = jnp.argsort(~mask, axis=1, stable=True)
         tokens = jnp.take_along_axis(tokens, order, axis=1)
     (hidden,), recurrent, caches, _ = advance(program, params, recurrent, caches, Part(tokens, tokens, length), ())
@@ -440,9 +443,9 @@ def _forward(program: Program, params, carry: Carry, tokens: Tokens, mask: Mask 
 
 
 def check_tokens(tokens: np.ndarray | Array, vocab_size: int, mask: np.ndarray | Array | None = None) -> None:
-    """Raise ValueError for an id outside of the vocabulary, which JAX would clip, or one that is no whole number.
+    """Raise ValueError for an id outside the vocabulary, which jax would clip, or one that is not a whole number.
 
-    ``mask``: where False, an id may be anything.
+    Ids where ``mask`` is False, and traced ids, are not checked.
     """
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"token ids are of dtype {tokens.dtype}; expected whole numbers")

@@ -2,8 +2,8 @@
 
     python -m ports.fla.chunked
 
-Both read the same values, in bf16 or f32, and so does this library's recurrence, which says whose error is whose. fla's
-delta rule and delta product refuse f32. Written without a GPU at hand and not run yet: there is no number to expect.
+Both read the same values, in bf16 or f32. So does this library's recurrence, which shows which side has which error. fla's
+delta rule and delta product refuse f32. This has not been run on a GPU yet, so there is no expected number.
 """
 
 import os
@@ -21,7 +21,7 @@ SCALE = K**-0.5
 
 
 def inputs(steps: int) -> dict[str, np.ndarray]:
-    """f32 q, k, v, g, beta and state; keys and queries of length one, decays over short and long horizons."""
+    """f32 q, k, v, g, beta and state: unit keys and queries, decays with short and long horizons."""
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((B, n, H, K)) for n in (T, T * steps))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
@@ -32,7 +32,7 @@ def inputs(steps: int) -> dict[str, np.ndarray]:
 
 
 def run_fla(rule: str, steps: int, arrays: dict[str, np.ndarray], dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """o and S of a chunked kernel; decays and states are f32 in any case."""
+    """o and S of a chunked kernel; decays and states are always f32."""
     import torch
     from fla.ops.delta_rule import chunk_delta_rule
     from fla.ops.gated_delta_product import chunk_gated_delta_product
@@ -52,7 +52,7 @@ def run_fla(rule: str, steps: int, arrays: dict[str, np.ndarray], dtype: str) ->
 
 
 def run_jaxdelta(rule: str, steps: int, arrays: dict[str, np.ndarray], dtype: str, *, chunked: bool):
-    """o and S of this library on the values that fla reads."""
+    """o and S of this library on the same values."""
     import jax.numpy as jnp
 
     import jaxdelta as jd
@@ -64,7 +64,7 @@ def run_jaxdelta(rule: str, steps: int, arrays: dict[str, np.ndarray], dtype: st
 
 
 def compare(rule: str, steps: int, dtype: str) -> str:
-    """One line: errors of o and of S between fla, this library and the recurrence."""
+    """A line with the errors of o and of S between fla, this library and the recurrence."""
     from ports.compare import relative_error
 
     arrays = inputs(steps)

@@ -1,4 +1,4 @@
-"""A single linear layer of flash-linear-attention in this library and back, by the key table of whole checkpoints."""
+"""Conversion of a linear layer of flash-linear-attention, both ways, by the key table of whole checkpoints."""
 
 from dataclasses import replace
 
@@ -15,19 +15,20 @@ FOLDER = "layers.0.attn."
 
 
 def layer_config(family: str, options: dict) -> DeltaLMConfig:
-    """Sizes of a layer from the arguments of fla's; all that differ between fla's layers and configurations are given.
+    """Sizes of a layer from the arguments of fla's.
 
-    A value head of DeltaProduct may share its key head in fla's layer, but not in its configurations.
+    ``options`` must have all arguments whose defaults differ between fla's layers and its configurations. Value
+    heads of DeltaProduct may share a key head in fla's layers, but not in its configurations.
     """
     config = delta_lm.config_from_json({"model_type": family, "num_hidden_layers": 1, **options})
     return replace(config, num_value_heads=options.get("num_v_heads") or config.num_key_heads)
 
 
 def to_jaxdelta(config: DeltaLMConfig, tensors: dict[str, np.ndarray]) -> GatedDeltaProduct:
-    """The layer whose parameters are ``tensors``, by fla's names.
+    """The layer with the parameters ``tensors``, by fla's names.
 
     Raises:
-        CheckpointError: tensors are missing, or are none of the layer's.
+        CheckpointError: tensors are missing, or do not belong to the layer.
     """
     entries = _entries(config)
     match({entry: (name,) for name, entry in entries.items()}, set(tensors))

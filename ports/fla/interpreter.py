@@ -1,7 +1,7 @@
-"""Import of flash-linear-attention where there is no GPU: its Triton kernels in Triton's interpreter.
+"""Import of flash-linear-attention without a GPU: its Triton kernels run in Triton's interpreter.
 
-The interpreter runs the recurrent kernels, convolutions and norms as they are; the chunked kernels fail in it, which fla
-takes for more than 64 tokens a call, and wherever gradients are on.
+The interpreter runs the recurrent kernels, convolutions and norms unchanged. It fails on the chunked kernels, which fla
+uses for more than 64 tokens in a call, and whenever gradients are on.
 """
 
 import os
@@ -12,14 +12,14 @@ from ports.packages import UnusableReference, check_versions
 
 
 def import_fla(*, any_version: bool = False) -> dict[str, str]:
-    """Import fla, its kernels compiled where there is a GPU and interpreted where there is none; gives the versions.
+    """Import fla, with kernels compiled on a GPU and interpreted without one; returns the versions of the packages.
 
-    The attention of fla's hybrid models is that of the package flash_attn, which knows neither CPUs nor f32. Here
-    :func:`attention` stands in for it: the softmax is torch's, projections, rotation and cache are fla's.
+    The attention of fla's hybrid models is that of the package flash_attn, which supports neither CPUs nor f32. Here
+    :func:`attention` replaces it: the softmax is torch's; projections, rotation and cache are fla's.
 
     Raises:
-        UnusableReference: see :func:`ports.packages.check_versions`; or fla is blocked in this process; or triton was
-            imported in it without its interpreter.
+        UnusableReference: as :func:`ports.packages.check_versions`; or fla is blocked in this process, or triton was
+            imported without its interpreter.
     """
     packages = ("torch", "transformers", "flash-linear-attention", "triton")
     versions = check_versions(*packages, any_version=any_version)
@@ -37,7 +37,7 @@ def import_fla(*, any_version: bool = False) -> dict[str, str]:
 
 
 def _interpret_kernels():
-    """Switch the interpreter on; it has to be on before triton is imported, and knows no timing of configurations."""
+    """Switch the interpreter on before triton is imported. It cannot time configurations, so the first one is taken."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise UnusableReference("triton was imported without TRITON_INTERPRET=1, and there is no GPU; use another process")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -58,7 +58,7 @@ def _interpret_kernels():
 def attention(q, k, v, *, causal: bool, window_size: tuple[int, int]):
     """Causal attention of q [B, T, A, d] to k and v [B, S, G, d], whose last token is that of q, by torch.
 
-    ``window_size``: how many tokens to the left and to the right are read besides the own one; -1 is all.
+    ``window_size`` is the number of tokens to the left and to the right of a query that it reads; -1 is all.
     """
     import torch
 
@@ -71,7 +71,7 @@ def attention(q, k, v, *, causal: bool, window_size: tuple[int, int]):
 
 
 def attention_of_rows(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal: bool, window_size: tuple[int, int], **lengths):
-    """:func:`attention` of rows of different lengths, one after the other along the tokens; q is [tokens, A, d]."""
+    """:func:`attention` of rows of different lengths, concatenated along the tokens; q is [tokens, A, d]."""
     import torch
 
     rows = (

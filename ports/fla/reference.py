@@ -1,8 +1,9 @@
 """The models of flash-linear-attention: a segmented run with every carried array after every segment.
 
-fla keeps the last W columns [B, E, W] before the convolution, for queries, keys and values apart; this library keeps W - 1
-of all three side by side, [B, W - 1, E]. A state is [B, H, K, V] there too, except in a Gated DeltaNet layer, [B, H, V, K].
-Of keys and values of windowed attention fla keeps the last ``window`` tokens alone; they are collected here as they come.
+fla keeps the last W columns before the convolution, [B, E, W], separately for queries, keys and values; this library keeps
+W - 1 of all three side by side, [B, W - 1, E]. A state is [B, H, K, V] in both, except in fla's Gated DeltaNet layer, where
+it is [B, H, V, K]. For windowed attention fla keeps keys and values of the last ``window`` tokens only; they are collected
+here as they come.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,15 +34,15 @@ class Reference(reference.Reference):
         self.implementation = f"fla's recurrent Triton kernels, {kernels}; the softmax of attention layers is torch's"
         self.layer_kinds = tuple("attention" if hasattr(layer, "num_kv_heads") else "linear" for layer in self._layers)
         windows = [layer.window_size for layer in self._layers if getattr(layer, "window_size", None)]
-        self._longest_call = min([LONGEST_CALL, *windows])  # so that no key leaves the cache unseen
+        self._longest_call = min([LONGEST_CALL, *windows])  # so that all keys are collected before they leave the cache
 
     def segments(
         self, tokens: np.ndarray, splits: Sequence[int] | None = None, mask: np.ndarray | None = None
     ) -> Iterator[tuple[np.ndarray, list[Snapshot]]]:
         """See :meth:`ports.reference.Reference.segments`.
 
-        With padding a model that has attention layers runs in one segment of at most 64 tokens, or token by token after
-        it: fla knows no other. Keys that then leave a window are not seen.
+        With padding, fla can run a model with attention layers only in one segment of at most 64 tokens, or token by token
+        after it. Keys that then leave a window are lost.
         """
         cache, begin = None, 0
         longest = LONGEST_CALL if mask is not None else self._longest_call
@@ -79,13 +80,13 @@ class Reference(reference.Reference):
 
 
 def attention_snapshot(layer, state: dict, last: int) -> Snapshot:
-    """Keys and values of the ``last`` tokens from what fla's cache has of an attention layer."""
+    """Keys and values of the ``last`` tokens, from fla's cache of an attention layer."""
     heads = (layer.num_kv_heads, layer.head_dim)
     return Snapshot(*(a[:, -last:].unflatten(-1, heads).float().cpu().numpy().copy() for a in state["attn_state"]))
 
 
 def linear_snapshot(layer, state: dict) -> Snapshot:
-    """S and tail of a linear layer from what fla's cache has of it."""
+    """S and tail, from fla's cache of a linear layer."""
     S = state["recurrent_state"].float().cpu().numpy().copy()
     if type(layer).__name__ == "GatedDeltaNet":
         S = np.ascontiguousarray(S.swapaxes(-1, -2))
@@ -101,5 +102,5 @@ def channels(layer) -> int:
 
 
 def pieces(length: int, longest: int = LONGEST_CALL) -> list[int]:
-    """``length`` tokens in calls that the recurrent kernels take."""
+    """Lengths of calls, at most ``longest``, that add up to ``length`` tokens."""
     return [longest] * (length // longest) + [length % longest] * (length % longest > 0)

@@ -1,10 +1,10 @@
-"""Qwen3.5 at the size of the 0.8B member, random weights, here and in transformers: never both models in one process.
+"""Qwen3.5 with random weights at the size of the 0.8B model, here and in transformers, in separate processes.
 
     python -m ports.qwen3_5.full_size                            logits and all that is carried, two segments
     python -m ports.qwen3_5.full_size --gradients --tokens 512   the gradient of the loss for every parameter
 
-Each command writes a checkpoint of 1.5 GB into a temporary folder, runs one process a framework and prints the largest
-relative error of each kind of array. Seen in f32, here and there:
+Each command writes a checkpoint of 1.5 GB into a temporary folder, runs one process for each framework and prints the
+largest relative error of each kind of array. Measured in f32; memory and time are for this library and for transformers:
 
 | command | worst | peak memory | time of one core |
 | --- | --- | --- | --- |
@@ -12,8 +12,8 @@ relative error of each kind of array. Seen in f32, here and there:
 | gradients, 128 tokens | 5.3e-5, in_proj_qkv of layer 1 | 7 and 11 GiB | 56 and 56 s |
 | gradients, 512 tokens | 2.2e-5, dt_bias of layer 14 | 10 and 14 GiB | 86 and 158 s |
 
-Short texts come off worse (16 tokens: 2.5e-4): the first token's output of a linear layer is a multiple q.k of v that the
-norm then scales to one, so that a small q.k hands its rounding on in full, and 23 layers multiply it.
+Errors are larger for short texts (16 tokens: 2.5e-4): for the first token a linear layer gives q.k times v, and the norm
+scales this to one. The relative rounding error of a small q.k thus stays, and 23 layers amplify it.
 """
 
 import argparse
@@ -41,12 +41,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def tokens(count: int) -> np.ndarray:
-    """One text [1, count] over the whole vocabulary."""
+    """Random ids [1, count] over the whole vocabulary."""
     return np.random.default_rng(1).integers(0, CONFIG.vocab_size, (1, count))
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """752,393,024 random parameters in the hub's dtypes: signals of order one, gates over short and long horizons."""
+    """Write 752,393,024 random parameters in the hub's dtypes, with signals of order one and short and long horizons."""
     rng = np.random.default_rng(0)
     tensors = {"model." + e.name: _weight(e.name, e.shape, rng) for e in qwen3_5.entries(CONFIG)}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -55,7 +55,7 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 def random_model(dtype: str = "float32") -> Qwen3_5:
-    """The checkpoint, loaded."""
+    """The random checkpoint, loaded here."""
     with tempfile.TemporaryDirectory() as folder:
         return load(write_checkpoint(Path(folder)), dtype=dtype)
 
@@ -64,13 +64,13 @@ def _weight(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.n
     scale = 0.3 if len(shape) == 1 else 2 * shape[-1] ** -0.5 if "conv" in name else shape[-1] ** -0.5
     middle = {"A_log": 0.0, "dt_bias": -3.0}.get(name.rsplit(".", 1)[-1], float("linear_attn.norm" in name))
     dtype = np.float32 if name.endswith(("A_log", "linear_attn.norm.weight")) else ml_dtypes.bfloat16
-    # Entries are drawn from 65,536 normal numbers, ten times faster than new ones.
+    # Entries are drawn from 65,536 normal numbers, which is ten times faster than new ones.
     values = (middle + scale * rng.standard_normal(2**16)).astype(dtype)
     return values[rng.integers(0, 2**16, shape, np.uint16)]
 
 
 def carried_here(folder: Path) -> dict[str, np.ndarray]:
-    """Logits of the segments of SPLITS and, after each of them, S, conv tail, keys and values of every layer."""
+    """Logits of the segments of SPLITS and, after each segment, S, conv tail, keys and values of the layers."""
     import jaxdelta as jd
     from ports.compare import carry_arrays
 
@@ -100,7 +100,7 @@ def _named(logits: np.ndarray, snapshots: list) -> dict[str, np.ndarray]:
 
 
 def gradients_here(folder: Path, count: int) -> dict[str, np.ndarray]:
-    """The mean next-token loss of ``count`` tokens, and its derivative for every parameter by its stored name."""
+    """The mean next-token loss of ``count`` tokens, and its derivatives by stored names of parameters."""
     import jax
     from flax import nnx
 
@@ -136,7 +136,7 @@ SIDES: dict[str, tuple[Callable, Callable]] = {
 
 
 def errors(folder: Path, what: str, *arguments: int) -> dict[str, float]:
-    """Relative error of every array that the two sides of ``what`` compute of the checkpoint in ``folder``."""
+    """Relative error of every array that both sides of ``what`` compute from the checkpoint in ``folder``."""
     files = [folder / f"{what}.{side}.safetensors" for side in ("here", "there")]
     for side, file in enumerate(files):
         command = [sys.executable, "-m", "ports.qwen3_5.full_size", "--side", what, str(side), str(folder), str(file)]

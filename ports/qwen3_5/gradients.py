@@ -1,8 +1,8 @@
-"""Derivatives that torch's autograd takes of transformers' Qwen3.5 for what is carried from one segment to the next.
+"""Derivatives of transformers' Qwen3.5, by torch's autograd, with respect to what is carried between segments.
 
-Two depths: its chunk function by itself, for all six inputs, and a whole model, for the carried arrays of every layer.
-transformers' cache copies the new state over the old one, which autograd refuses, the old one being needed on the way
-back; :func:`segment_gradients` runs the model on a cache that keeps both.
+:func:`chunk_gradients` differentiates the chunk function alone, for all six inputs, and :func:`segment_gradients` a whole
+model, for the carried arrays of every layer. transformers' cache overwrites the old state, which autograd needs for the
+backward pass, so the model runs on a cache that keeps both.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ def chunk_gradients(
 ) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, np.ndarray]]:
     """(o, S) of ``torch_chunk_gated_delta_rule`` and the derivatives of <o, cotangents[0]> + <S, cotangents[1]>, in f32.
 
-    The function always scales q by K^-1/2 and always computes in f32. ``normalise``: it l2-normalises q and k first. q and
-    k may have fewer heads than v.
+    The function always scales q by K^-1/2 and computes in f32. With ``normalise`` it l2-normalises q and k first. q and k
+    may have fewer heads than v.
     """
     import_transformers()
     import torch
@@ -42,9 +42,9 @@ def chunk_gradients(
 def segment_gradients(
     reference: Reference, carried: list[Snapshot], tokens: np.ndarray, targets: np.ndarray
 ) -> tuple[float, list[Snapshot]]:
-    """Mean loss of ``targets`` [B, T] over a segment ``tokens`` [B, T] that follows ``carried``, and its derivatives.
+    """Mean loss of ``targets`` [B, T] over a segment ``tokens`` [B, T] that continues ``carried``, and its derivatives.
 
-    ``carried``: of each layer what :meth:`Reference.run` gives after the segment before. The derivatives have its form.
+    ``carried`` is what :meth:`Reference.run` gives after the segment before; the derivatives have the same form.
     """
     torch = reference.torch
     leaves = [Snapshot(*(torch.tensor(a, requires_grad=True) for a in layer)) for layer in carried]
@@ -57,7 +57,7 @@ def segment_gradients(
 
 
 def _filled_cache(reference: Reference, leaves: list[Snapshot]):
-    """A cache of transformers that starts from ``leaves`` and hands derivatives on to them."""
+    """A cache of transformers that starts from ``leaves`` and lets derivatives pass to them."""
     from transformers.cache_utils import DynamicCache
 
     cache = DynamicCache(config=reference.model.config)
@@ -70,7 +70,7 @@ def _filled_cache(reference: Reference, leaves: list[Snapshot]):
 
 
 def _linear_layer(S, tail):
-    """Cache layer that starts from S [B, H, K, V] and tail [B, W - 1, E] and replaces S instead of overwriting it."""
+    """A cache layer that starts from S [B, H, K, V] and tail [B, W - 1, E] and replaces S instead of overwriting it."""
     import torch
     from transformers.cache_utils import LinearAttentionLayer
 
@@ -80,8 +80,8 @@ def _linear_layer(S, tail):
             return recurrent_states
 
     layer = ReplacingLayer()
-    # W columns, the oldest of which no token of the next segment reads. The padded tensor is no leaf, and no derivative
-    # needs its entries, so that the layer's copy over it does no harm.
+    # W columns; no token of the next segment reads the oldest. The padded tensor is not a leaf and no derivative needs its
+    # entries, so the layer may overwrite it.
     columns = torch.nn.functional.pad(tail.transpose(1, 2), (1, 0))
     layer.lazy_initialization(conv_states=columns, recurrent_states=S)
     layer.conv_states[0], layer.recurrent_states[0], layer.has_previous_state[0] = columns, S, True

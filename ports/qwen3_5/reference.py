@@ -1,7 +1,7 @@
 """Qwen3.5 in transformers: a segmented run with every state after every segment.
 
-transformers keeps of a linear layer S [B, H, K, V] in f32 and the last W pre-convolution columns [B, E, W] (this library
-keeps W - 1 of them, [B, W - 1, E]); of an attention layer keys and values [B, G, T, d] (here [B, T, G, d]).
+For a linear layer transformers keeps S [B, H, K, V] in f32 and the last W pre-convolution columns [B, E, W] (this library
+keeps W - 1 of them, [B, W - 1, E]); for an attention layer keys and values [B, G, T, d] (here [B, T, G, d]).
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,10 +49,10 @@ class Reference(reference.Reference):
             cache, begin = out.cache, end
             snapshots = [self._snapshot(layer, kind) for layer, kind in zip(cache.layers, self.layer_kinds, strict=True)]
             yield out.logits.float().numpy(), snapshots
-            del out, snapshots  # logits of a large vocabulary would live on while the next ones are made
+            del out, snapshots  # frees the logits before the next ones are computed
 
     def loss_gradients(self, tokens: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
-        """Mean next-token loss of one pass over rows [B, T], and its derivative for every parameter by its stored name."""
+        """Mean next-token loss of one pass over rows [B, T], and its derivatives by stored names of parameters."""
         torch = self.torch
         ids = torch.tensor(tokens.astype(np.int64))
         logits = self.model(ids, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""What a layer that tracks a state has learnt: transitions of tokens, the span they move, and the group they represent."""
+"""What a layer that tracks a state has learnt: transitions of tokens, their span, and the group that they represent."""
 
 from jaxdelta.analysis.representation.heads import HeadAccuracy, head_accuracies
 from jaxdelta.analysis.representation.homomorphism import (

@@ -14,12 +14,12 @@ from jaxdelta.runs.segments import Text, iterate
 
 
 class HeadAccuracy(NamedTuple):
-    """Token accuracies of a one-layer model under ablation of heads' outputs.
+    """Token accuracies, in [0, 1], of a one-layer model with ablated head outputs.
 
     Attributes:
-        untouched: of the model as it is.
-        without: Float[H], with one head's output zero.
-        alone: Float[H], with the output of all others zero.
+        untouched: of the model itself.
+        without: Float[H], with the output of this head set to zero.
+        alone: Float[H], with the outputs of all other heads set to zero.
     """
 
     untouched: float
@@ -29,7 +29,7 @@ class HeadAccuracy(NamedTuple):
 
 @dataclass(frozen=True)
 class LikeliestTokens:
-    """The token with the largest logit at each place, Int[B T]."""
+    """The token with the largest logit at each position, Int[B T]."""
 
     names = ()
 
@@ -38,10 +38,10 @@ class LikeliestTokens:
 
 
 def head_accuracies(model: Decoder, tokens: Int[np.ndarray, "B T"], targets: Int[np.ndarray, "B T"]) -> HeadAccuracy:
-    """Ablate each head of the first layer; ``targets``: the right token after each.
+    """Accuracies without each head and with each head alone; ``targets`` are the right answers after each token.
 
     Raises:
-        ValueError: the model has more than one layer, or that is attention.
+        ValueError: the model is not a single linear layer.
     """
     if model.config.layer_kinds != ("linear",):
         raise ValueError(f"layers are {model.config.layer_kinds}; expected one linear layer")

@@ -1,7 +1,8 @@
-"""Which directions of a state does a head ever move, and how many are they?
+"""Which directions of a state does a head ever move, and how many are there?
 
-A state moves along the keys, as far as their write strengths let it: rows beta_j k_j^T of the steps of all tokens, whose
-right singular vectors are the directions, those along which most is moved first. What is orthogonal to all keys is frozen.
+A state moves along the keys, in proportion to their write strengths. The directions are the right singular vectors of the
+matrix with the rows beta_j k_j^T, for the steps of all tokens, the largest sigma first. Directions orthogonal to all keys
+are frozen.
 """
 
 from typing import NamedTuple
@@ -19,8 +20,8 @@ class MovedSpan(NamedTuple):
 
     Attributes:
         directions: Float[K R], orthonormal columns, those moved most first; R is the numerical dimension, the number of
-            singular values above the rounding of f32, in which keys are made.
-        effective: effective dimension, exp of the entropy of sigma / sum(sigma).
+            singular values above the rounding of f32, the dtype of the keys.
+        effective: effective dimension, the effective rank of the matrix.
     """
 
     directions: np.ndarray
@@ -28,12 +29,12 @@ class MovedSpan(NamedTuple):
 
     @property
     def dimension(self) -> int:
-        """R."""
+        """R, the numerical dimension."""
         return self.directions.shape[1]
 
 
 def moved_span(steps: TokenSteps, head: int, tokens: Int[np.ndarray, " A"] | None = None) -> MovedSpan:
-    """The span of one head's keys, over ``tokens``, all where None."""
+    """The span of one head's keys over ``tokens``; None is all."""
     keys = (steps.beta[..., None] * steps.keys)[slice(None) if tokens is None else tokens, :, head]
     weighted = keys.reshape(-1, keys.shape[-1])
     directions = np.linalg.svd(weighted, full_matrices=False)[2].T

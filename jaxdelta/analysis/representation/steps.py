@@ -21,7 +21,7 @@ class TokenSteps(NamedTuple):
     """Steps of every token of the vocabulary in the first layer, f64.
 
     Attributes:
-        keys: Float[Y n_h H K], as the layer uses them.
+        keys: Float[Y n_h H K], normalised, as the layer uses them.
         beta: Float[Y n_h H], in [0, 2].
         alpha: Float[Y H], in (0, 1].
     """
@@ -54,5 +54,5 @@ def token_steps(model: Decoder) -> TokenSteps:
 
 
 def transitions(steps: TokenSteps) -> Float[np.ndarray, "Y H K K"]:
-    """A(x) of every token and head; acts on S from the left."""
+    """A(x) of every token and head, f64; acts on S from the left."""
     return transition(np.moveaxis(steps.keys, 1, 2), np.moveaxis(steps.beta, 1, 2), steps.alpha, unit=False)

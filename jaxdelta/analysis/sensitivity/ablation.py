@@ -1,7 +1,7 @@
-"""What a removal really does: directions of a state, heads and layers taken away one by one, many worlds at a time.
+"""Measured effects of removals: directions of a state, heads and layers are removed one by one.
 
-Effects are differences of the mean loss over scored tokens, in nats, between a world and the untouched text, token by token
-in the same compiled program; sums run in f64.
+Each removal is a world, a row of a batch whose first row is the untouched text. An effect is the difference of the mean
+loss over scored tokens, in nats; both worlds run in the same compiled program, and sums are in f64.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from jaxdelta.runs.segments import Text, iterate
 
 
 class Direction(NamedTuple):
-    """A singular direction of one boundary: the model's layer, value head, and index, the largest sigma first."""
+    """A singular direction: model layer index, value head, and index of the direction, the largest sigma first."""
 
     layer: int
     head: int
@@ -31,10 +31,10 @@ class Direction(NamedTuple):
 
 
 def places(config: DecoderConfig, units: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, ...]:
-    """Units (layer, ...) as one array an entry, the layers counted among linear layers, as arrays over heads are.
+    """Units (layer, ...) as one array for each entry, with layers as indices among linear layers.
 
     Raises:
-        ValueError: a layer is no linear layer of the model.
+        ValueError: a layer is not a linear layer of the model.
     """
     for layer, *_ in units:
         if layer not in config.linear_layers:
@@ -46,7 +46,7 @@ def places(config: DecoderConfig, units: Sequence[tuple[int, ...]]) -> tuple[np.
 def direction_terms(
     config: DecoderConfig, S: Float[Array, "L 1 H K V"], directions: Sequence[Direction]
 ) -> Float[Array, "X K V"]:
-    """sigma_i u_i v_i^T of each direction, with the basis that sensitivities use."""
+    """sigma_i u_i v_i^T of each direction, in the basis that sensitivities use. Raises ValueError as :func:`places`."""
     U, _, right = _singular_directions(S)
     layer, head, index = places(config, directions)
     return U[layer, 0, head, :, index][:, :, None] * right[layer, 0, head, index][:, None, :]
@@ -58,7 +58,7 @@ _singular_directions = jax.jit(singular_directions)
 def without(
     config: DecoderConfig, S: Float[Array, "L 1 H K V"], directions: Sequence[Direction], *, share: float | np.ndarray = 1.0
 ) -> Float[Array, "L X H K V"]:
-    """A world for each direction, in which ``share`` of it is taken away."""
+    """The states of one world for each direction, in which ``share`` of it is removed."""
     terms = direction_terms(config, S, directions)
     layer, head, _ = places(config, directions)
     worlds = np.arange(len(directions))
@@ -69,16 +69,19 @@ def without(
 def direction_effects(
     model: Decoder, tape: Tape, scored: np.ndarray, boundary: int, directions: Sequence[Direction], *, worlds: int = 64
 ) -> np.ndarray:
-    """Measured change of the mean loss when a direction of the state handed on at ``boundary`` is removed.
+    """Measured change of the mean loss when a direction of the states at ``boundary`` is removed.
 
     Args:
         tape: of one text, without an intervention.
         scored: Bool[N - 1].
         boundary: in tokens seen.
-        worlds: directions removed at once.
+        worlds: directions in one batch.
 
     Returns:
-        f64 [directions].
+        f64 [directions], in nats a scored token.
+
+    Raises:
+        ValueError: the text has no such boundary, a layer is not linear, or the tape does not fit.
     """
     index, S = tape.segment_at(boundary), tape.states_at(boundary)
     found = []
@@ -94,14 +97,20 @@ def direction_effects(
 def head_effects(
     model: Decoder, tape: Tape, scored: np.ndarray, heads: Sequence[tuple[int, ...]], kind: str, *, worlds: int = 16
 ) -> np.ndarray:
-    """Measured change of the mean loss when heads lose something in the whole text.
+    """Measured change of the mean loss when heads are removed in the whole text.
 
     Args:
-        heads: (layer, head) each, with the model's layer; a layer alone, (layer,), means all its heads.
-        kind: "output": their output is zero in every segment; "state": their state is zero at every boundary.
+        tape: of one text, without an intervention.
+        scored: Bool[N - 1].
+        heads: pairs (model layer index, head); (layer,) alone is all heads of a layer.
+        kind: "output" sets their output to zero in every segment, "state" their state at every boundary.
+        worlds: heads in one batch.
 
     Returns:
-        f64 [heads].
+        f64 [heads], in nats a scored token.
+
+    Raises:
+        ValueError: a layer is not linear, or the tape does not fit.
     """
     S = tape.states_at(0)
     L, _, H = S.shape[:3]
@@ -118,7 +127,7 @@ def head_effects(
 
 
 def without_outputs(config: DecoderConfig, lost: Bool[np.ndarray, "B L H"]) -> tuple[Edit, ...]:
-    """Edits after which the heads ``lost`` of a row, by linear layer, give nothing."""
+    """Edits that set the outputs of the heads ``lost`` to zero."""
     keep = np.where(lost, np.float32(0), np.float32(1)).transpose(1, 0, 2)[:, :, None, :, None]
     layers = zip(config.linear_layers, config.linear_sizes, keep, strict=True)
     return tuple(Edit("head_output", multiplied, layer, x[:, :, : c.num_value_heads]) for layer, c, x in layers)
@@ -130,7 +139,7 @@ def _parts(items: Sequence, size: int) -> Iterator[Sequence]:
 
 
 def _differences(losses: np.ndarray, scored: np.ndarray) -> np.ndarray:
-    """Change of the mean loss of each world against the first, over all scored tokens of the text."""
+    """Change of the mean loss over all scored tokens of the text, of each world against the first."""
     here = scored[len(scored) - losses.shape[1] :]
     return ((losses[1:] - losses[:1]) * here).sum(axis=1, dtype=np.float64) / scored.sum()
 

@@ -1,8 +1,8 @@
-"""Dearer estimates of what the removal of a direction does, for chosen directions of one boundary of a text.
+"""Costlier estimates of the effect of removing a direction, for chosen directions of one boundary of a text.
 
     gauss_newton           -gate + 1/2 dz^T (diag p - p p^T) dz / N: forward mode carries the removal to the logits z
-    exact_local            the layer is run without the direction, its norm recomputed; only the rest is linear
-    integrated_gradients   the gradient averaged along the straight path from the state without the direction to the whole
+    exact_local            the layer is run without the direction, with its norm; only the rest is linearised
+    integrated_gradients   the gradient averaged along the straight path from the state without the direction to the state
 
 Sources: Schraudolph 2002 (Gauss-Newton products); the recomputed norm is the analogue of recomputing the softmax in AtP*,
 Kramar, Lieberum, Shah, Nanda, arXiv 2403.00745; Sundararajan, Taly, Yan, arXiv 1703.01365 (integrated gradients).
@@ -31,9 +31,17 @@ from jaxdelta.runs.segments import Program, advance, rebuilt
 def gauss_newton(
     model: Decoder, tape: Tape, scored: np.ndarray, boundary: int, directions: Sequence[Direction]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The first-order effect of removing each direction, and half its Gauss-Newton curvature, f64 [directions].
+    """First-order effect of removing each direction, and half its Gauss-Newton curvature, both f64 [directions], in nats.
 
-    One forward-mode pass over the rest of the text a direction, all at once. ``scored`` is Bool[N - 1].
+    Takes one forward-mode pass over the rest of the text for each direction, all in one batch.
+
+    Args:
+        tape: of one text, without an intervention.
+        scored: Bool[N - 1].
+        boundary: in tokens seen.
+
+    Raises:
+        ValueError: the text has no such boundary, or a layer is not linear.
     """
     params, segment = nnx.state(model), tape.text.segment
     if tape.intervention is not None or tape.edits:
@@ -61,7 +69,7 @@ def gauss_newton(
 
 @partial(jax.jit, static_argnums=0, donate_argnums=6)
 def _pushed(program, params, recurrent, caches, part, scored, tangent):
-    """Tangents handed on, and of each the derivative of the summed loss and its Gauss-Newton form."""
+    """Tangents after the segment, and for each the derivative of the summed loss and its Gauss-Newton form."""
     weight = rebuilt(program.config, program.implementation, params).head_weight
 
     def run(S, tails, caches):
@@ -99,10 +107,17 @@ def exact_local(
     boundary: int,
     directions: Sequence[Direction],
 ) -> np.ndarray:
-    """sum over later segments of <dL/dy, y without the direction - y> for the layer's own output y, f64 [directions].
+    """sum over later segments of <dL/dy, y without the direction - y> for the layer's output y, f64 [directions], in nats.
 
-    The layer's inputs are those of the untouched text; what it hands on without the direction is exact too. ``pulled`` is
-    the pull-back of the loss over ``tape``, in any order.
+    The inputs of the layer are those of the untouched text; its states without the direction are exact in later segments.
+
+    Args:
+        tape: of one text, without an intervention.
+        pulled: the pull-back of the loss over ``tape``, in any order.
+        boundary: in tokens seen.
+
+    Raises:
+        ValueError: the text has no such boundary, or a layer is not linear.
     """
     found = np.zeros(len(directions))
     by_index = {p.index: p for p in pulled}
@@ -129,7 +144,7 @@ def exact_local(
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _local(config, implementation, layer, params, states, tail, x, into_y, length):
     mixer = rebuilt(config, implementation, params).layers[config.linear_layers[layer]].mixer
-    span = Span(jnp.zeros(x.shape[:2], jnp.int32), length, implementation)  # a linear layer asks for no positions
+    span = Span(jnp.zeros(x.shape[:2], jnp.int32), length, implementation)  # a linear layer does not use positions
     y, carry = jax.vmap(lambda S: mixer(x, LinearCarry(S[None], tail), span))(states)
     return carry.S[:, 0], jnp.einsum("xbtd,btd->x", (y[1:] - y[:1]).astype(into_y.dtype), into_y, precision=HIGHEST)
 
@@ -137,9 +152,17 @@ def _local(config, implementation, layer, params, states, tail, x, into_y, lengt
 def integrated_gradients(
     model: Decoder, tape: Tape, scored: np.ndarray, boundary: int, directions: Sequence[Direction], *, steps: int = 8
 ) -> np.ndarray:
-    """Minus the gradient along the removal path, averaged over ``steps`` midpoints, f64 [directions].
+    """Minus the gradient along the removal path, averaged over ``steps`` midpoints, f64 [directions], in nats.
 
-    Its difference from the measured effect is the completeness gap, which falls with ``steps``.
+    Its difference from the measured effect is the completeness gap, which decreases with ``steps``.
+
+    Args:
+        tape: of one text, without an intervention.
+        scored: Bool[N - 1].
+        boundary: in tokens seen.
+
+    Raises:
+        ValueError: the text has no such boundary, a layer is not linear, or the tape has an intervention.
     """
     begin, S = tape.segment_at(boundary), tape.states_at(boundary)
     terms = direction_terms(model.config, S, directions)

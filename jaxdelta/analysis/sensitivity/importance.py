@@ -1,9 +1,9 @@
-"""Importance of heads and layers from sensitivities: what the mean loss is estimated to rise by when each is removed.
+"""Importance of heads and layers from sensitivities: the estimated rise of the mean loss when each is removed.
 
     head_output   the head's output is zero in the whole text
     head_state    the head's state is zero at every boundary
 
-First order and Fisher part are summed over segments or boundaries, within a sample before squares are taken.
+Derivatives are summed over segments or boundaries, those of the Fisher part within a sample before squares are taken.
 """
 
 import xarray as xr
@@ -14,18 +14,19 @@ PARTS = {"output": "segment", "state": "boundary"}  # of a head, and what its de
 
 
 def head_sums(maps: xr.Dataset, part: str) -> tuple[xr.DataArray, xr.DataArray | None]:
-    """Of a part of heads the derivatives summed over the text, and each sample's, None without samples.
+    """Derivatives for one part of the heads ("output" or "state"), summed over the text, and the same for each sample.
 
-    NaN for heads that a layer does not have.
+    The second is None without samples. NaN for heads that a layer lacks.
     """
     along, sample = PARTS[part], f"head_{part}_sample"
     return maps[f"head_{part}"].sum(along, min_count=1), maps[sample].sum(along, min_count=1) if sample in maps else None
 
 
 def head_importance(maps: xr.Dataset) -> xr.Dataset:
-    """Maps over (document, layer, head) and (document, layer): ``head_output``, ``head_state``, ``layer_output`` ...
+    """``head_output`` and ``head_state`` over (document, layer, head), ``layer_output`` and ``layer_state`` over
+    (document, layer), all in the unit of the objective, and ``michel`` of the heads' outputs, without a unit.
 
-    Also ``michel`` of the heads' outputs, without a unit; the others are in nats a scored token.
+    ``maps`` is a dataset of :func:`jaxdelta.analysis.sensitivity.maps.sensitivity`.
     """
     found = {}
     for part in PARTS:
@@ -48,10 +49,9 @@ def _words(unit: str) -> dict[str, tuple[str, str]]:
 
 
 def michel(first: xr.DataArray) -> xr.DataArray:
-    """|derivative of a head's gate|, scaled to unit norm within a layer.
+    """|derivative for a head's gate|, scaled to unit norm within each layer and document.
 
-    In each document, so that what is found of one does not depend on the others. Source: Michel, Levy, Neubig, arXiv
-    1905.10650.
+    Source: Michel, Levy, Neubig, arXiv 1905.10650; the norm is taken per document, so documents do not affect one another.
     """
     size = abs(first.astype("float64"))
     norm = (size**2).sum("head") ** 0.5

@@ -1,24 +1,25 @@
 """Sensitivity of the loss to every singular direction of every carried state, to every write strength, decay and head.
 
-A gate on direction i of a state S = sum_i sigma_i u_i v_i^T multiplies its term; with G = dL/dS,
+A gate on direction i of a state S = sum_i sigma_i u_i v_i^T is a factor on its term. The derivative of the loss L with
+respect to it, at 1, is with G = dL/dS
 
-    gate_i = dL/d(gate_i) at 1 = sigma_i u_i^T G v_i
+    gate_i = sigma_i u_i^T G v_i
 
-u_i and v_i are constants: no SVD is differentiated. They are found in f64 (:mod:`jaxdelta.ops.directions`), so the faint
-ones count as the strong ones do, down to ``below_rounding``: there a direction is no more than the rounding of the f32
-state, is kept, and is left out of rankings. Within a block of equal singular values single gates depend on the basis
-chosen and only their sum means something, so figures by rank are made from sums (:func:`tail_gate`, :func:`tail_fisher`).
-Where a state is only read, all its gates together scale o, which the norm after it cancels: their sum has almost no
-first-order signal.
+u_i and v_i are constants: no SVD is differentiated. They are computed in f64 (:mod:`jaxdelta.ops.directions`), so faint
+directions are as accurate as strong ones. Directions with ``below_rounding`` cannot be told from the rounding of the f32
+state; datasets keep them, rankings leave them out. Within a block of equal singular values, single gates depend on the
+choice of basis and only their sum is meaningful, so figures by rank use sums (:func:`tail_gate`, :func:`tail_fisher`). If a
+state is only read, all its gates together scale o, and the norm of o cancels this: their sum has almost no first-order
+signal.
 
-The effect of removing a direction is estimated as -gate + fisher / 2. At a model that fits its text the first order
-vanishes; the second is the Fisher information of the gate, from labels y drawn by the model itself:
+The effect of removing a direction is estimated as -gate + fisher / 2. For a model that fits its text the first order
+vanishes; the second is the Fisher information of the gate, from labels y that the model itself draws:
 
     fisher_i = E[(d sum_t l_t(y_t) / d gate_i)^2] / N        for N scored tokens
 
-Labels are independent from token to token, so cross terms vanish in expectation and one summed backward a sample suffices.
-It is the curvature of the mean loss in the Gauss-Newton sense. Sources: optimal brain damage, LeCun, Denker, Solla 1990;
-gates of heads, Michel, Levy, Neubig, arXiv 1905.10650; Fisher masks, Kwon et al., arXiv 2204.09656.
+Labels of different tokens are independent, so cross terms vanish in expectation, and one backward pass of the summed loss
+suffices for each sample. fisher is the Gauss-Newton curvature of the mean loss. Sources: optimal brain damage, LeCun,
+Denker, Solla 1990; gates of heads, Michel, Levy, Neubig, arXiv 1905.10650; Fisher masks, Kwon et al., arXiv 2204.09656.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -72,37 +73,43 @@ def sensitivity(
     """Derivatives of the loss with respect to every direction of every carried state, every beta, g and head.
 
     Args:
-        documents: token ids of one, or several (texts, rows of ids, Documents, or a mapping from names), run together as
-            rows of a batch.
+        documents: token ids of one document, or several (texts, rows of ids, Documents, or a mapping from names) that run
+            together as rows of a batch.
         segment: tokens between two boundaries.
-        scored: Bool[N - 1] for each document, whether the prediction of token i + 1 counts; all where None. The answer
-            tokens of a task are such a mask. A Document may carry its own.
+        scored: Bool[N - 1] for each document, whether the prediction of token i + 1 counts, for example only the answer of
+            a task; None is all. A Document may have its own mask.
         loss: "next_token", the mean over scored tokens; "kl", the divergence from the untouched model, whose first order is
-            identically zero and whose second is the Fisher part; a :class:`LogitDifference`; or an objective of your own,
+            identically zero and whose second is the Fisher part; a :class:`LogitDifference`; or a custom objective,
             :class:`OfHidden` or :class:`OfLogits`.
-        samples: labels drawn for the Fisher part; 0 leaves it out, and effects are of first order.
-        seed: of the labels.
-        intervention: at every boundary; derivatives go through it, the exact one of a truncation among them.
-        frozen_basis: take the directions that a truncation keeps as constants instead: not the derivative of the loss.
-        edits: of named arrays in every segment; derivatives are taken at the edited run.
-        max_length: places of the key/value cache; calls with the same share a compiled program.
-        on_host: keep the boundaries' states in the host's memory.
-        progress: called with the segments done, forward and backward, and their number.
+        samples: labels drawn for the Fisher part; with 0 there is none, and effects are of first order.
+        seed: of the labels, 0 .. 2^64 - 1.
+        intervention: at every boundary; derivatives pass through it, for a truncation the exact ones.
+        frozen_basis: take the directions that a truncation keeps as constants instead, which is not the exact derivative.
+        edits: of named arrays in every segment; derivatives are those of the edited run.
+        max_length: least number of places of the key/value cache; calls with the same number share a compiled program.
+        on_host: keep the states of the boundaries in host memory.
+        progress: called with the number of segments done, forward and backward, and of all.
 
     Returns:
-        A dataset of the objective's mean as ``loss`` (for "kl" the next-token loss), and over
-        (document, boundary, layer, head, direction) ``sigma``, ``below_rounding``, ``gate``, ``fisher``, ``effect``; over
-        (document, token, layer, head) ``beta_sensitivity`` (with a ``step`` where n_h > 1) and ``g_sensitivity``: dL/dbeta
-        and dL/dg; over (document, segment or boundary, layer, head) ``head_output`` and ``head_state``, derivatives of
-        gates on a head's output after its norm and on its carried state. ``*_sample`` hold the summed loss's derivative for
-        each sampled label. With a truncation, ``without_gap`` counts the states at a boundary whose exact derivative does
-        not exist, and is taken without the directions' turning. Axes are those of :mod:`jaxdelta.analysis.labels`:
-        ``layer`` is the model's layer, ``boundary`` the tokens seen. NaN where a document has ended. Documents without a
-        boundary are left out; the attribute ``without_boundary`` names them.
+        A dataset with axes as in :mod:`jaxdelta.analysis.labels`, NaN where a document has ended. Derivatives are in nats a
+        scored token, or in the unit of the objective.
+
+        - (document): ``loss``, the mean of the objective (for "kl" the next-token loss), and ``scored``, the scored tokens;
+        - (document, boundary, layer, head, direction): ``sigma``, ``below_rounding``, ``gate``, ``fisher``, ``effect``;
+        - (document, token, layer, head): ``beta_sensitivity`` = dL/dbeta (with a ``step`` axis if n_h > 1) and
+          ``g_sensitivity`` = dL/dg;
+        - (document, segment, layer, head): ``head_output``, the derivative for a gate on a head's output after its norm;
+        - (document, boundary, layer, head): ``head_state``, the derivative for a gate on its carried state;
+        - with a leading ``sample``: ``*_sample``, derivatives of the summed loss of sampled labels;
+        - (document, boundary), with a truncation: ``without_gap``, the number of states whose exact derivative does not
+          exist; it is then taken with constant directions.
+
+        Documents without a boundary are left out; the attribute ``without_boundary`` names them.
 
     Raises:
+        TypeError: an argument is of another type, for example a model's name.
         ValueError: no token is scored, no document has a boundary, or an argument is out of range.
-        NonFiniteError: a NaN or an infinity, with its layer, head and boundary.
+        NonFiniteError: a NaN or an infinity; names layer, head and boundary.
     """
     documents, without = checked(model, documents, segment, scored)
     names = [d.name for d in documents]
@@ -152,13 +159,16 @@ def sensitivity_maps(
     name: str = "model",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> xr.Dataset:
-    """:func:`sensitivity` of documents one after the other, kept in a results folder and continued from there.
+    """:func:`sensitivity` of documents one after the other, which needs the least memory, and resumable.
 
-    A document alone needs the least memory.
+    Args:
+        out: results folder; documents that are finished there are not run again.
+        name: of the model, for the manifest.
 
     Raises:
-        ValueError, NonFiniteError: see :func:`sensitivity`; they name the document. A ValueError leaves no folder.
-        MemoryError: not even one document fits; says what would.
+        TypeError, ValueError: as :func:`sensitivity`.
+        NonFiniteError: as :func:`sensitivity`; also names the document.
+        MemoryError: not even one document fits; names a setting that would.
         ResultsError: ``out`` cannot be used.
     """
     _check_options(loss, samples, intervention, frozen_basis)
@@ -209,11 +219,12 @@ def _check_options(loss: Loss, samples: int, intervention: Intervention | None, 
 
 
 def checked(model: Decoder, documents: Any, segment: int, scored: Any = None) -> tuple[list[Document], list[str]]:
-    """Documents of any kind, one row of ids among them, with the predictions that count, and the names of those left out:
-    they have no boundary after which something is predicted.
+    """Documents from any kind of input, also one row of ids, with their masks, and the names of those left out.
+
+    Documents are left out if they have no boundary after which a token is predicted.
 
     Raises:
-        TypeError: ``scored`` is no mask, or documents are none.
+        TypeError: ``scored`` is not a list of masks, or ``documents`` is not documents.
         ValueError: no document has a boundary, or a mask does not fit.
     """
     check_model(model)
@@ -244,7 +255,7 @@ _gates = jax.jit(gate_derivatives)
 
 
 class _Collected:
-    """Arrays of a pull-back as they come, the last segment first, moved to the host a segment late."""
+    """Collects the arrays of a pull-back, the last segment first; they move to the host while the next one is computed."""
 
     def __init__(self, tape: Tape, samples: int):
         self.tape, self.text, self.samples = tape, tape.text, samples
@@ -270,7 +281,7 @@ class _Collected:
             self._waiting = None
 
     def stacked(self, name: str) -> np.ndarray:
-        """Of all segments that have ``name``, in the order of the text; a new first axis."""
+        """The array ``name`` of all segments that have it, in the order of the text, along a new first axis."""
         self._flush()
         return np.stack([part[name] for part in reversed(self.parts) if name in part])
 
@@ -407,20 +418,25 @@ def _attributes(loss: Loss, samples: int, segment: int, seed: int, intervention:
 
 
 def tail_gate(maps: xr.Dataset) -> xr.DataArray:
-    """First-order change of the loss when directions beyond the first r are cut, over ``rank`` = 0 .. number of directions.
+    """First-order change of the loss when a state keeps its first r directions, over ``rank`` r = 0 .. min(K, V).
 
-    Minus the summed gates of the directions cut: the same for every basis of a block of equal singular values.
+    It is minus the sum of the gates of the removed directions. Unless r splits a block of equal singular values, it does
+    not depend on the basis. ``maps`` is a dataset of :func:`sensitivity`.
     """
     return -_tail(maps.gate)
 
 
 def tail_fisher(maps: xr.Dataset) -> xr.DataArray:
-    """Fisher information of one gate on all directions beyond the first r: sums within a sample, then squares."""
+    """Fisher information of one gate on all directions beyond the first r, over ``rank``; ``maps`` must have samples.
+
+    Gates are summed within a sample before squares are taken.
+    """
     return (_tail(maps.gate_sample) ** 2).mean("sample") / maps.scored
 
 
 def tail_effect(maps: xr.Dataset) -> xr.DataArray:
-    """Estimated change of the loss when directions beyond the first r are cut."""
+    """Estimated change of the loss when a state keeps its first r directions, over ``rank``: :func:`tail_gate` plus half of
+    :func:`tail_fisher`, or the first alone without samples."""
     return tail_gate(maps) + (0.5 * tail_fisher(maps) if "gate_sample" in maps else 0.0)
 
 

@@ -1,10 +1,10 @@
-"""What sensitivities are taken of: functions of the final hidden states of a segment, with their cotangents.
+"""Objectives of sensitivities: functions of the final hidden states of a segment, with their cotangents.
 
     next-token loss   l = log sum_y exp z_y - z_target;   dl/dh = E_p[w_y] - w_target,   w_y the rows of the head
-    its samples       the same with targets drawn from p by inversion, summed over tokens and not averaged
+    its samples       the same with targets drawn from p by inversion, but the sum over tokens, not the mean
     logit difference  z_word - z_other
 
-Cotangents are formed here and not by differentiating: logits exist for a block of words at a time.
+Cotangents are computed by these formulas and not by autodiff, so that logits exist for one block of words at a time.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class NextTokenInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class NextToken:
-    """Mean loss over scored tokens, in nats: cotangents of the loss itself, then of sampled labels, summed over tokens."""
+    """Next-token loss in nats. Cotangents are of its mean over scored tokens, then of the summed loss of each sample."""
 
     def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: NextTokenInputs):
         normalizer = log_normalizer(model.head_weight, hidden)
@@ -56,7 +56,7 @@ class LogitDifferenceInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitDifferenceObjective:
-    """Mean over scored tokens of the difference of two logits."""
+    """The objective of a :class:`LogitDifference`."""
 
     def __call__(self, model: Decoder, hidden: Float[Array, "B T D"], inputs: LogitDifferenceInputs):
         values = chosen_logits(model.head_weight, hidden, inputs.words) - chosen_logits(
@@ -72,7 +72,7 @@ class LogitDifference:
     """Mean over scored tokens of the logit of one word minus that of another, instead of a loss; it has no Fisher part.
 
     Attributes:
-        words, others: Int[N - 1] or whole numbers, for the token that follows tokens 0 .. i.
+        words, others: token ids, Int[N - 1] or one number; entry i is for the prediction of token i + 1.
     """
 
     words: np.ndarray | int
@@ -91,12 +91,15 @@ class OwnInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class OfHidden:
-    """Mean over scored tokens of a function of your own; it has no Fisher part.
+    """Mean over scored tokens of a custom function of the hidden states; it has no Fisher part.
 
     Attributes:
-        function: of the final hidden states, Float[B T D], and the tokens that follow, Int[B T]; gives a value for each
-            token, Float[B T]. jax differentiates it. Take a function of a module: a lambda is another each time it is made.
+        function: maps the final hidden states, Float[B T D], and the tokens that follow, Int[B T], to a value for each
+            token, Float[B T]. jax differentiates it. Define it in a module: every new lambda compiles a new program.
         name, unit: of its values.
+
+    Raises:
+        ValueError: when called, if ``function`` does not give a value for each token.
     """
 
     function: Callable[[Array, Array], Array]
@@ -120,7 +123,7 @@ class OfHidden:
 
 @dataclass(frozen=True)
 class OfLogits(OfHidden):
-    """As :class:`OfHidden`, with a function of the logits, Float[B T Y], which all exist at once in a segment."""
+    """Like :class:`OfHidden`, but ``function`` takes logits, Float[B T Y], which all exist at once in a segment."""
 
     def _values(self, model: Decoder, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
         return super()._values(model, model.logits(hidden), targets)
@@ -130,14 +133,17 @@ Loss = Literal["next_token", "kl"] | LogitDifference | OfHidden
 
 
 def has_fisher(loss: Loss) -> bool:
-    """Whether the Fisher part of a loss exists: it is one of words that the model predicts."""
+    """Whether a loss has a Fisher part: only losses of predicted words have."""
     return isinstance(loss, str)
 
 
 def objective_of(
     loss: Loss, tape: Tape, scored: np.ndarray, samples: int, seed: int
 ) -> tuple[Objective, Callable[[int], Any]]:
-    """The objective of texts whose predictions ``scored``, Bool[B, N - 1], count, and its arrays in each segment."""
+    """The objective of a loss, and a function that gives its inputs for the segment with an index.
+
+    ``scored`` is Bool[B, N - 1]; ``samples`` and ``seed`` are those of the drawn labels.
+    """
     B, size = len(tape.text.lengths), tape.text.segment
     count = tape.text.count * size
     mask = np.zeros((B, count), bool)
@@ -168,7 +174,7 @@ def objective_of(
 
     def inputs(index: int) -> NextTokenInputs:
         shape = samples, B, size
-        # numpy's, whose draws follow from seed and segment alone; jax's follow its settings.
+        # numpy's generator, which depends on seed and segment alone; jax's depends on its settings.
         uniforms = np.random.Generator(np.random.Philox(key=np.array([seed, index], np.uint64))).random(shape, np.float32)
         return NextTokenInputs(part(tape.text.tokens[:, 1:], index), part(mask, index), total, uniforms)
 
@@ -178,7 +184,7 @@ def objective_of(
 def expected_and_sampled(
     model: Decoder, hidden: Float[Array, "B T D"], normalizer: Float[Array, "B T"], uniforms: Float[Array, "R B T"]
 ) -> tuple[Float[Array, "B T D"], Int[Array, "R B T"]]:
-    """The head's rows averaged over the predictive distribution, and words drawn from it by inversion."""
+    """The head's rows averaged over the predictive distribution, and words drawn from it by inversion of ``uniforms``."""
     B, T, D = hidden.shape
     rows, log_total = hidden.reshape(B * T, D), normalizer.reshape(B * T, 1)
     levels = uniforms.reshape(-1, B * T, 1)
@@ -204,5 +210,5 @@ def expected_and_sampled(
 
 
 def _divisor(count: Int[Array, " B"], dtype) -> Float[Array, " B"]:
-    """Scored tokens of each row as what a sum over them is divided by, 1 where there are none."""
+    """Number of scored tokens of each row as a divisor: 1 where there are none."""
     return jnp.maximum(count, 1).astype(dtype)

@@ -1,20 +1,20 @@
-"""How far an estimate of a removal's effect can be trusted: predicted against measured, on the same tokens.
+"""How far estimated effects of removals can be trusted: predicted against measured effects, on the same tokens.
 
-Effects are averaged over documents, unit by unit (a direction, a head, a layer), and compared across units:
+The effect of each unit (a direction, a head, a layer) is averaged over documents, and then compared across units:
 
     spearman, pearson     correlations of predicted and measured effects
-    precision             share of the k units that matter most which are among the k predicted to
-    sum_ratio             sum of predicted over sum of measured effects: an allocation of a budget needs calibration
-    cost                  units measured in predicted order until the true top k are all among them
+    precision             share of the true top k units that are among the predicted top k
+    sum_ratio             sum of predicted over sum of measured effects: allocating a budget needs calibration
+    cost                  units to measure in predicted order until all of the true top k are found
 
-Intervals are those of the jackknife over n documents: the number, give or take Student's t (n - 1 degrees, 95 %) times
-sqrt((n - 1) / n sum (leave-one-out - their mean)^2), cut to the metric's range. They hold the number itself, which
-quantiles of a bootstrap over half a dozen documents need not: a document drawn twice is noise counted twice, and lowers
-every correlation. Precision and cost jump from unit to unit, where no jackknife holds, and have no interval. Source: Efron
+Intervals are from the jackknife over n documents: value +- t sqrt((n - 1) / n sum (leave-one-out - their mean)^2), with
+Student's t for 95 % and n - 1 degrees of freedom, clipped to the range of the metric. They contain the value itself, which
+quantiles of a bootstrap over half a dozen documents need not: a document drawn twice counts its noise twice and lowers
+every correlation. Precision and cost are step functions, for which the jackknife fails, and have no interval. Source: Efron
 and Tibshirani, An Introduction to the Bootstrap, chapter 11.
 
-The ceiling compares measured effects of one half of the documents with those of the other, over random halves: no estimate
-need agree with the measurement better than it does with itself. Its interval is the middle 95 % of the halves.
+The ceiling compares measured effects in one half of the documents with those in the other, for random halves: an estimate
+cannot be expected to agree with the measurement better than the measurement with itself. Its interval is the middle 95 %.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ SUBJECTS = {
 }
 Kind = Literal["direction", "head_output", "head_state", "layer_output", "layer_state"]
 METRICS = ("spearman", "pearson", "precision", "sum_ratio", "cost")
-STEPS = {"precision", "cost"}  # which jump from unit to unit: leaving one document out says little of them
+STEPS = {"precision", "cost"}  # step functions, for which the jackknife fails
 RANGES = {  # NaN: the number of units
     "spearman": (-1.0, 1.0),
     "pearson": (-1.0, 1.0),
@@ -60,7 +60,7 @@ RANGES = {  # NaN: the number of units
 }
 CEILING = "measured, other half"
 MEASURED = "measured"
-UNITLESS = {"michel"}  # estimators whose sum means nothing
+UNITLESS = {"michel"}  # estimators without a meaningful sum
 SCHEMA = pa.schema(
     [
         ("kind", pa.string()),
@@ -81,7 +81,7 @@ class EffectComparison:
 
     Attributes:
         kind: of the units.
-        units: what each is: (layer,), (layer, head) or (layer, head, direction), ``layer`` the model's.
+        units: (layer,), (layer, head) or (layer, head, direction) of each; ``layer`` is the model layer index.
         measured: f64 [documents, units], in nats a scored token.
         predicted: f64 [documents, units] by estimator.
     """
@@ -94,11 +94,11 @@ class EffectComparison:
 
 @dataclass(frozen=True)
 class Score:
-    """One number of a validation, with a 95 % interval over documents; NaN where there are too few.
+    """One number of a validation, with its 95 % interval.
 
     Attributes:
-        kind, estimator, metric: what it is of.
-        value, low, high: the number and its interval.
+        kind, estimator, metric: what was compared.
+        value, low, high: the number and the ends of its interval; NaN where they do not exist, as with too few documents.
     """
 
     kind: Kind
@@ -125,31 +125,33 @@ def removals(
     name: str = "model",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
-    """Remove directions, heads and layers for real, on the tokens of ``maps``, and set its estimates beside the effects.
+    """Measure the effects of removing directions, heads and layers, and compare them with the estimates of ``maps``.
 
     Args:
-        documents: those of ``maps``, in its order.
-        maps: of :func:`jaxdelta.analysis.sensitivity.maps.sensitivity`, for next-token loss without an intervention.
-        scored: for each document Bool[N - 1], as for ``maps``.
-        directions: how many, drawn at random from those of one boundary that stand above the rounding of their state in
-            every document, the same in each; 0 is all of them.
+        documents: those of ``maps``, in the same order.
+        maps: from :func:`jaxdelta.analysis.sensitivity.maps.sensitivity`, of next-token loss without an intervention.
+        scored: Bool[N - 1] for each document, as for ``maps``.
+        directions: how many to draw at random from one boundary, the same for all documents; only directions above the
+            rounding of their state in every document; 0 is all of them.
         boundary: in tokens seen; None is the middle one of the shortest document.
-        costly_estimators: also Gauss-Newton, exact local effects and integrated gradients (``steps`` midpoints), for
-            directions.
-        seed: of the directions drawn.
-        worlds: removed at once.
-        out: results folder; what is finished there is not measured again: heads and layers of a document, and its
-            directions where the same ones are drawn.
+        costly_estimators: for directions, also Gauss-Newton, exact local effects and integrated gradients.
+        steps: midpoints of integrated gradients.
+        seed: of the drawn directions.
+        worlds: removals in one batch.
+        out: results folder. Heads and layers of a document are not measured again, and neither are its directions if the
+            same ones are drawn.
         name: of the model, for the manifest.
-        progress: called with what is done, directions and heads of each document, and of how many.
+        progress: called with the number of items done and of all; a document has two items, its directions and its heads.
 
     Returns:
-        A row for each kind, document, unit and estimator ("measured" among them): ``kind``, ``document``, ``layer`` (the
-        model's), ``head``, ``boundary`` (tokens seen) and ``direction`` (null where the unit is wider), ``estimator``,
-        ``effect``: the rise of the mean loss, in nats a scored token.
+        A row for each kind, document, unit and estimator (one of them is "measured"): ``kind``, ``document``, ``layer``
+        (model layer index), ``head``, ``boundary`` (tokens seen) and ``direction`` (null where the unit is larger),
+        ``estimator``, ``effect``: the rise of the mean loss, in nats a scored token ("michel" has no unit).
 
     Raises:
-        ValueError: ``maps`` is of another loss, or the boundary is not one of every document.
+        TypeError: ``model`` is not a Decoder, or ``documents`` or ``scored`` is of another type.
+        ValueError: ``maps`` is of another loss, of other documents or under an intervention, or not all documents have the
+            boundary.
         ResultsError: ``out`` cannot be used.
     """
     if maps.attrs["objective"] != "next_token":
@@ -174,7 +176,7 @@ def removals(
     results = opened(out, model, name, "removals", segment=segment, **about)
     rows = {d.name: row for row, d in enumerate(documents)}
     items = []
-    for d in documents:  # other directions stand beside these, and heads are measured once
+    for d in documents:  # directions of other draws are added to these; heads are measured once
         items.append(Item(of_document(d, part="directions", drawn=drawn, **options), (d, True)))
         items.append(Item(of_document(d, part="heads"), (d, False)))
 
@@ -197,7 +199,7 @@ def removals(
 
 
 def known_directions(maps: xr.Dataset, boundary: int) -> list[Direction]:
-    """The directions of a boundary that stand above the rounding of their state in every document, in order."""
+    """The directions of a boundary that are above the rounding of their state in every document, in order."""
     above = ~maps.below_rounding.sel(boundary=boundary).any("document").transpose("layer", "head", "direction")
     return [
         Direction(int(maps.layer[layer]), int(maps["head"][head]), int(maps.direction[direction]))
@@ -206,7 +208,7 @@ def known_directions(maps: xr.Dataset, boundary: int) -> list[Direction]:
 
 
 def draw_directions(known: Sequence[Direction], count: int, seed: int) -> list[Direction]:
-    """``count`` of the known directions, without repetition, in order; 0 is all."""
+    """``count`` random directions of ``known``, without repetition, in order; 0 is all."""
     if not count or count >= len(known):
         return list(known)
     return [known[i] for i in np.sort(np.random.default_rng(seed).choice(len(known), count, replace=False))]
@@ -224,7 +226,7 @@ def _of_directions(
     steps: int,
     worlds: int,
 ) -> pa.Table:
-    """The rows of one document's directions; ``maps`` is its own."""
+    """The rows of one document's directions; ``maps`` is that of the document."""
     measured = ablation.direction_effects(model, tape, document.mask, boundary, chosen, worlds=worlds)
     at = _places(Direction._fields, chosen)
     gates = [maps[n].sel(boundary=boundary, **at) if n in maps else None for n in ("gate", "gate_sample")]
@@ -234,7 +236,7 @@ def _of_directions(
 
 
 def _of_heads(model: Decoder, document: Document, tape: Tape, maps: xr.Dataset, *, worlds: int) -> pa.Table:
-    """The rows of one document's heads and layers; ``maps`` is its own."""
+    """The rows of one document's heads and layers; ``maps`` is that of the document."""
     heads, layers = list(model.config.heads), [(layer,) for layer in model.config.linear_layers]
     at, rows = _places(("layer", "head"), heads), []
     for part in PARTS:
@@ -270,14 +272,14 @@ def _table(rows: list[tuple]) -> pa.Table:
 
 
 def _places(names: Sequence[str], units: Sequence[tuple[int, ...]]) -> dict[str, xr.DataArray]:
-    """Where units are along named axes: an index of arrays along a new axis ``unit``."""
+    """An index that selects units by named axes, along a new axis ``unit``."""
     return {n: xr.DataArray(list(x), dims="unit") for n, x in zip(names, zip(*units, strict=True), strict=True)}
 
 
 def joined(maps: xr.Dataset, rows: pa.Table) -> xr.Dataset:
-    """``maps`` with the measured effects beside the estimates: ``direction_measured``, ``head_output_measured`` and so on.
+    """``maps`` with measured effects added: ``direction_measured``, ``head_output_measured`` and so on.
 
-    NaN where nothing was measured; the attribute ``validated`` says what was.
+    They are NaN where nothing was measured; the attribute ``validated`` tells what was.
     """
     named = {"direction": ("document", "boundary", "layer", "head", "direction")}
     named |= {f"head_{part}": ("document", "layer", "head") for part in PARTS}
@@ -324,9 +326,12 @@ def _costly(model, tape, mask, boundary, chosen, steps, worlds) -> dict[str, np.
 
 
 def scores(comparison: EffectComparison, *, top: int | None = None, halves: int = 200, seed: int = 0) -> list[Score]:
-    """All metrics of all estimators, and the ceiling; ``top`` is k, a tenth of the units where None.
+    """All metrics of all estimators, and the ceiling.
 
-    ``halves`` random splits make the ceiling; ``seed`` is theirs.
+    Args:
+        top: k of precision and cost; None is a tenth of the units.
+        halves: number of random halves for the ceiling.
+        seed: of the halves.
     """
     documents, units = comparison.measured.shape
     top = max(1, units // 10) if top is None else top
@@ -354,7 +359,7 @@ def scores(comparison: EffectComparison, *, top: int | None = None, halves: int 
 
 
 def _jackknife(value: Sequence[float], left_out: Sequence[Sequence[float]], units: int) -> list[np.ndarray]:
-    """Ends of the 95 % interval of every metric; NaN where a leave-one-out does not exist, or documents are too few."""
+    """Ends of the 95 % interval of every metric; NaN where a leave-one-out value does not exist."""
     n = len(left_out)
     if not n:
         return [np.full(len(METRICS), np.nan)] * 2
@@ -379,7 +384,7 @@ def _with_interval(kind: Kind, estimator: str, value: Iterable[float], interval:
 
 
 def _over_finite(statistic: Callable[..., float], spread: Sequence, *arguments: float) -> list[float]:
-    """A statistic of each metric over the draws in which it exists; NaN where it does in none."""
+    """A statistic of each metric over the draws in which it is finite; NaN where none is."""
     columns = np.asarray(spread, np.float64).reshape(-1, len(METRICS)).T
     kept = (column[np.isfinite(column)] for column in columns)
     return [float(statistic(x, *arguments)) if len(x) else float("nan") for x in kept]
@@ -387,7 +392,7 @@ def _over_finite(statistic: Callable[..., float], spread: Sequence, *arguments: 
 
 def _metrics(predicted: np.ndarray, measured: np.ndarray, top: int) -> tuple[float, ...]:
     if not np.isfinite([*predicted, *measured]).all() or not measured.any():
-        return (np.nan,) * len(METRICS)  # nothing was measured to agree with
+        return (np.nan,) * len(METRICS)  # no measured effect to compare with
     constant = np.ptp(predicted) == 0 or np.ptp(measured) == 0
     spearman = np.nan if constant else stats.spearmanr(predicted, measured).statistic
     pearson = np.nan if constant else np.corrcoef(predicted, measured)[0, 1]
@@ -400,7 +405,7 @@ def _metrics(predicted: np.ndarray, measured: np.ndarray, top: int) -> tuple[flo
 
 
 def from_rows(rows: pa.Table) -> list[EffectComparison]:
-    """The comparisons of rows of :func:`removals`, of all their documents together."""
+    """The comparisons, one for each kind, of rows of :func:`removals` over all their documents."""
     found: dict[str, dict[str, dict[str, dict[tuple[int, ...], float]]]] = {}
     for row in rows.to_pylist():
         unit = tuple(row[name] for name in ("layer", "head", "direction") if row[name] is not None)

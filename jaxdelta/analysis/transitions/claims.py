@@ -1,8 +1,8 @@
-"""What a product of n_h Householder factors can forget and rotate: claims, and what is measured.
+"""Claims on what a product of n_h Householder factors can forget and rotate, and measurements of them.
 
-Each line states a claim, the condition under which it is made, and the number measured on matrices drawn for it; its
-verdict follows from the two. The claims are those of a study of DeltaProduct's transitions (the model: Siems et al., arXiv
-2502.10297). Some hold under a condition only: there the claim stands twice, as it is often quoted, and as it is true.
+Each line has a claim, its condition, and the values measured on random matrices; the verdict follows. The claims are those
+of a study of DeltaProduct's transitions (the model: Siems et al., arXiv 2502.10297). Some hold only under a condition; they
+appear twice, as they are often quoted and as they are true.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ SCHEMA = pa.schema(
 
 
 class Sample(NamedTuple):
-    """What a condition's lines are measured on: size of the matrices, draws of each, and where they come from."""
+    """Random matrices for the lines of a condition: their size, the number of draws, and the generator."""
 
     dim: int
     draws: int
@@ -66,7 +66,7 @@ class Sample(NamedTuple):
 
     @property
     def rounding(self) -> float:
-        """4 d eps: what f64 leaves of a product of a few factors, or of as many as there are dimensions."""
+        """4 d eps: rounding error in f64 of a product of up to d factors."""
         return 4 * self.dim * float(np.finfo(np.float64).eps)
 
     def keys(self, n: int) -> np.ndarray:
@@ -79,7 +79,7 @@ class Sample(NamedTuple):
         return self.rng.uniform(0, 2, (self.draws, n))
 
     def rotation(self, *angles: float) -> np.ndarray:
-        """A matrix that turns one plane by each angle, in a basis drawn at random."""
+        """A matrix [dim, dim] that turns one plane by each angle, in a random basis."""
         g = np.eye(self.dim)
         for i, angle in enumerate(angles):
             c, s = np.cos(angle), np.sin(angle)
@@ -94,15 +94,16 @@ def ledger(*, dim: int = 16, draws: int = 200, seed: int = 0, out: Path | str | 
     Args:
         dim: size d of the matrices.
         draws: of keys and strengths for each number of factors.
-        out: results folder; rows that it has already are not measured again.
+        seed: of the draws.
+        out: results folder; if it is finished, nothing is measured again.
 
     Returns:
         A row for each line: condition, claim, relation, claimed, tolerance, low, high, holds.
 
     Raises:
-        ValueError: ``dim`` below 8 (7 factors are to leave something frozen), ``draws`` below 1 or ``seed`` below 0;
-            ``ResultsError`` where ``out`` cannot be used.
+        ValueError: ``dim`` is below 8 (7 factors must leave a direction frozen), ``draws`` below 1 or ``seed`` below 0.
         MemoryError: the matrices do not fit.
+        ResultsError: ``out`` cannot be used.
     """
     if dim < SMALLEST_DIM or draws < 1 or seed < 0:
         raise ValueError(f"dim = {dim}, draws = {draws}, seed = {seed}; expected at least {SMALLEST_DIM}, 1 and 0")
@@ -125,7 +126,7 @@ def _measure(dim: int, draws: int, seed: int) -> pa.Table:
 
 
 def pinned(sample: Sample) -> list[Line]:
-    """A subspace is frozen, and the spectral radius with it."""
+    """A subspace is frozen, so the spectral radius is 1."""
     A = {n: transition(sample.keys(n), sample.strengths(n)) for n in FACTORS}
     return [
         at_most(f"|rho - 1|, n_h = {EACH}", ROUNDING, [np.abs(spectral_radius(A[n]) - 1) for n in FACTORS]),
@@ -136,7 +137,7 @@ def pinned(sample: Sample) -> list[Line]:
 
 
 def dependent(sample: Sample) -> list[Line]:
-    """With keys that repeat, or factors switched off, more is frozen."""
+    """If keys repeat or factors are switched off, more directions are frozen."""
     n = max(FACTORS)
     k, beta = sample.keys(n), sample.strengths(n)
     k[:, 1], beta[:, 2] = k[:, 0], 0
@@ -175,7 +176,7 @@ def one_factor(sample: Sample) -> list[Line]:
 
 
 def reflecting(sample: Sample) -> list[Line]:
-    """At beta = 2 a product is orthogonal, of known parity."""
+    """With beta = 2 a product is orthogonal, of known parity."""
     g = {n: transition(sample.keys(n), 2.0) for n in FACTORS}
     entries = np.stack([np.abs(np.swapaxes(x, 1, 2) @ x - np.eye(sample.dim)).max(axis=(1, 2)) for x in g.values()])
     return [
@@ -208,7 +209,7 @@ def rotating(sample: Sample) -> list[Line]:
 
 
 def forget_gate(sample: Sample) -> list[Line]:
-    """The pin is alpha."""
+    """With a forget gate the spectral radius is alpha."""
     n = 4
     alpha = sample.rng.uniform(0.5, 0.99, sample.draws)
     A = transition(sample.keys(n), sample.strengths(n), alpha)
@@ -249,7 +250,7 @@ def sigmoid_strength(sample: Sample) -> list[Line]:
 
 
 def groups(sample: Sample) -> list[Line]:
-    """What permutation matrices need is not what the group needs: the least of all its faithful representations."""
+    """A group needs the least of all its faithful representations, which may be less than permutation matrices need."""
     permuted = {3: _permutations(3), 4: _permutations(4), 5: _permutations(5)}
     least = {name: _costliest(minimal_representation(group_of(name)).matrices) for name in ("S3", "S4", "A5", "S5")}
     even = permuted[5][parity(permuted[5]) > 0]
@@ -264,7 +265,7 @@ def groups(sample: Sample) -> list[Line]:
 
 
 def free_strength(sample: Sample) -> list[Line]:
-    """The distance of 2 is to reflections; a free factor and I come nearer."""
+    """The distance of 2 holds for reflections; a free factor and I are nearer."""
     turned = {name: sample.rotation(angle) for name, angle in ANGLES.items()}
     free = {name: _optimum(g, (0.0, 2.0)) for name, g in turned.items()}
     identity = {name: np.linalg.norm(g - np.eye(sample.dim)) for name, g in turned.items()}
@@ -283,7 +284,7 @@ def free_strength(sample: Sample) -> list[Line]:
 
 
 def parities(sample: Sample) -> list[Line]:
-    """All beta at 2 fix the parity; a zero frees it."""
+    """If every beta is 2 the parity is fixed; a zero frees it."""
     counts = {}
     for n in FACTORS:
         k = sample.keys(n)
@@ -322,17 +323,17 @@ def _permutations(points: int) -> np.ndarray:
 
 
 def _costliest(representation: np.ndarray) -> int:
-    """max_g rank(rho(g) - I): the reflections that the costliest element takes."""
+    """max_g rank(rho(g) - I): the reflections that the costliest element needs."""
     return int(reflections(representation, tolerance=1e-8).num_householder.max())
 
 
 def _at_one(A: np.ndarray) -> np.ndarray:
-    """Multiplicity of the eigenvalue 1, [*batch], from eigenvalues: a way to the frozen dimension that needs no rank."""
+    """Multiplicity of the eigenvalue 1, [*batch]: the frozen dimension from eigenvalues, without a rank."""
     return np.sum(np.abs(eigenvalues(A) - 1) < 1e-12, axis=-1)
 
 
 def _optimum(g: np.ndarray, bounds: tuple[float, float]) -> float:
-    """Distance of g to the nearest single factor that an optimiser finds, which knows no formula."""
+    """Distance of g to the nearest single factor that L-BFGS finds; no formula is used."""
     return float(distance(g, *optimised_factors(g, 1, bounds=bounds, restarts=4)))
 
 

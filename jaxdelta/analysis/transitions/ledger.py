@@ -1,17 +1,17 @@
-"""The ledger of a trained model: where its write strengths, keys and decays put every token's transition.
+"""The ledger of a trained model: spectra of every token's transition, and of products of transitions over windows.
 
     A_t = alpha_t H_{n_h} ... H_1,  H_j = I - beta_j k_j k_j^T,  alpha_t = exp(g_t)
     H_{n_h} ... H_1 = I - Q C Q^T,  C of size min(n_h, K)              see jaxdelta/analysis/transitions/windows.py
 
 A factor has the eigenvalue 1 - beta ||k||^2 along its key. For n_h < K the spectrum of A_t is alpha_t times that of I - C,
-and alpha_t itself K - n_h times: its radius is alpha_t, whatever beta in [0, 2] and keys no longer than one are (the pin),
-and rank(A_t - alpha_t I) = rank(C) <= n_h. Where that rank is less, a factor is switched off or keys are parallel. ||k||^2
-is measured: the eps of the l2 norm leaves keys shorter than one, and normalisation by the sum of magnitudes much shorter.
-The sources of the facts are linear algebra; that they hold for DeltaProduct's transition is the frozenrank study's
-observation. The model is Siems et al., arXiv 2502.10297.
+and alpha_t another K - n_h times. So for beta in [0, 2] and keys not longer than one its spectral radius is alpha_t, which
+is called the pin, and rank(A_t - alpha_t I) = rank(C) <= n_h. The rank is lower if a factor is switched off or keys are
+linearly dependent. ||k||^2 is measured: the eps of the l2 norm leaves keys shorter than one, and normalisation by the sum
+of magnitudes much shorter. The facts are linear algebra; the frozenrank study observed that they hold for the transition of
+DeltaProduct. Source of the model: Siems et al., arXiv 2502.10297.
 
-Only the n_h x n_h problems are solved for every token; ``whole_defect`` takes some transitions whole, factor by factor in
-f64, and finds their radius among all K eigenvalues.
+For every token only an n_h x n_h problem is solved. As a check, ``whole_defect`` forms some transitions as K x K matrices,
+factor by factor in f64, and takes the radius from all K eigenvalues.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ from jaxdelta.runs.observers import Named
 from jaxdelta.runs.segments import Text, in_document, init_carry, iterate
 
 WINDOWS = (1, 4, 16, 64, 256, 1024, 4096)
-TAKEN_WHOLE = 256  # transitions of a document, at least one for each head
+TAKEN_WHOLE = 256  # K x K transitions of a document; at least one for each head
 
 DESCRIPTIONS = {  # long name and units of each variable
     "g": ("log-decay of a token", "nats"),
@@ -87,35 +87,45 @@ def ledger_of(
     name: str = "model",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> xr.Dataset:
-    """Transitions of every token and products over windows, document after document, one segment's arrays at a time.
+    """Spectra of the transitions of every token, and of products over windows, one document at a time.
 
     Args:
-        segment: tokens run at once; never changes a result by more than rounding.
-        windows: lengths in tokens, ascending, each a multiple of the one before; from a document's start, whole ones only.
+        documents: as for :func:`jaxdelta.analysis.compare.compare`; one token is enough.
+        segment: tokens run at once; changes results by rounding only.
+        windows: lengths in tokens, ascending, each a multiple of the one before; windows start at the start of a document,
+            and only complete ones count.
         out: results folder; documents finished there are not run again.
         name: of the model, for the manifest.
-        progress: called with the segments done and their total.
+        progress: called with the number of segments done and of all.
 
     Returns:
-        f32 over (document, token, layer, head), NaN where a document has ended: ``g``; with a ``step`` of n_h ``beta``,
-        ``key_norm2`` = ||k||^2 and ``eigenvalue`` = 1 - beta ||k||^2; with an ``active`` of min(n_h, K) ``change``,
-        singular values of A / alpha - I, and ``real`` and ``imag``, eigenvalues of A / alpha other than the K - n_h ones,
-        by magnitude. ``whole_defect`` (document, layer, head): the largest |rho(A) / alpha - 1| of the ``whole_count``
-        (document) transitions taken whole, evenly over the text.
+        A dataset with axes as in :mod:`jaxdelta.analysis.labels`. Of tokens, f32 over (document, token, layer, head), NaN
+        where a document has ended:
 
-        Over (document, window, layer, head), means over windows: ``kept`` and ``changed`` with a ``direction`` of K,
-        singular values of the product P and of P - I; ``frozen`` with a ``tolerance``, dim of the directions that P changes
-        by no more; ``forgotten``, dim of those it more than halves; ``log_decay``, kept apart from P; the extremes
-        ``kept_smallest`` and ``kept_largest``. With a ``kind`` of subspace, ``pairs`` of successive windows that have one,
-        their ``overlap`` (see :class:`~jaxdelta.analysis.transitions.windows.Mixing`), its ``chance`` for random subspaces
-        of as many dimensions, and ``angles``, counts of principal angles in bins of degrees; ``apart``, the overlap of the
-        ``pairs_apart`` that are not successive. ``count`` (document, window): whole windows, 0 where a document is too
-        short. ``layer`` is the model's layer, ``linear_layer`` its index among the linear ones.
+        - ``g``;
+        - with a ``step`` axis of n_h: ``beta``, ``key_norm2`` = ||k||^2, ``eigenvalue`` = 1 - beta ||k||^2;
+        - with an ``active`` axis of min(n_h, K): ``change``, singular values of A / alpha - I; ``real`` and ``imag``,
+          eigenvalues of A / alpha without the K - n_h that are 1, by magnitude;
+        - ``whole_defect`` (document, layer, head): the largest |rho(A) / alpha - 1| of ``whole_count`` (document)
+          transitions formed as K x K matrices, evenly spaced in the text.
+
+        Of windows, means over (document, window, layer, head):
+
+        - with a ``direction`` axis of K: ``kept`` and ``changed``, singular values of the product P and of P - I;
+          ``kept_smallest`` and ``kept_largest`` are extremes over windows and directions;
+        - ``frozen``, with a ``tolerance`` axis: number of directions that P changes by at most this; ``forgotten``: number
+          of those that it more than halves; ``log_decay``, which is not in P;
+        - with a ``kind`` of subspace: ``pairs`` of successive windows in which both have one, their ``overlap`` (see
+          :class:`~jaxdelta.analysis.transitions.windows.Mixing`), its ``chance`` value for random subspaces of the same
+          dimensions, ``angles``, counts of principal angles in bins of degrees, and ``apart``, the overlap of the
+          ``pairs_apart`` that are not successive;
+        - ``count`` (document, window): complete windows, 0 if a document is too short.
 
     Raises:
-        ValueError: no linear layer, no document, an empty one, two of a name, an id out of range, windows or segment out of
-            bounds.
-        NonFiniteError: a NaN or an infinity, with its layer, tokens and document.
+        TypeError: an argument is of another type.
+        ValueError: no linear layer, no document, an empty one, two with the same name, an id out of range, or windows or
+            segment out of bounds.
+        NonFiniteError: a NaN or an infinity; names layer, tokens and document.
         MemoryError: not even one document fits.
         ResultsError: ``out`` cannot be used.
     """
@@ -167,7 +177,7 @@ def _of_document(model, document: Document, segment: int, windows: Sequence[int]
 
 
 def window_streams(config: DecoderConfig, windows: Sequence[int]) -> list[WindowStream]:
-    """One for each linear layer."""
+    """A stream of windows for each linear layer."""
     tolerances = frozen_tolerances(config.largest_state.key_dim)
     return [
         WindowStream(
@@ -182,16 +192,16 @@ def window_streams(config: DecoderConfig, windows: Sequence[int]) -> list[Window
 
 
 def _stacked(arrays: Sequence[np.ndarray], axis: int = 0) -> np.ndarray:
-    """Of all layers along a new axis; where they differ in size, NaN (of counts 0) for what one does not have."""
+    """Arrays of all layers along a new axis; smaller ones are padded with NaN, counts with 0."""
     return np.stack(filled_up(arrays, np.nan if arrays[0].dtype.kind == "f" else 0), axis=axis)
 
 
 def measures(
     k: Float[np.ndarray, "P H K"], beta: Float[np.ndarray, "P H"], g: Float[np.ndarray, "T H"], num_householder: int
 ) -> dict[str, np.ndarray]:
-    """What each token's transition is, f32 [T, H] and with a last axis of steps or active directions; worked out in f64.
+    """Variables of each token's transition, f32 [T, H] or with a last axis of steps or active directions; computed in f64.
 
-    A beta outside of [0, 2] is measured like any other: an eigenvalue is then beyond 1 in magnitude and the pin is broken.
+    A beta outside [0, 2] is not refused; its eigenvalue exceeds 1 in magnitude and the pin does not hold.
     """
     k, beta = (
         x.reshape(len(g), num_householder, *x.shape[1:]).swapaxes(1, 2).astype(np.float64) for x in (k, beta[..., None])
@@ -216,7 +226,7 @@ def measures(
 def whole_defects(
     k: Float[np.ndarray, "J H K"], beta: Float[np.ndarray, "J H"], g: Float[np.ndarray, " H"]
 ) -> Float[np.ndarray, " H"]:
-    """|rho(A) / alpha - 1| of one token's transitions, made factor by factor as K x K matrices in f64."""
+    """|rho(A) / alpha - 1| of one token's transitions, formed factor by factor as K x K matrices in f64."""
     k, beta, alpha = (x.astype(np.float64) for x in (k.swapaxes(0, 1), beta.T, np.exp(g.astype(np.float64))))
     return np.abs(spectral_radius(transition_product(k, beta, alpha)) / alpha - 1)
 
@@ -224,7 +234,7 @@ def whole_defects(
 def _rule_inputs(
     model: Decoder, document: Document, segment: int, max_length: int
 ) -> Iterator[list[tuple[np.ndarray, ...]]]:
-    """Of one segment after the other k [P, H, K], beta [P, H] and g [T, H] of each linear layer."""
+    """For each segment, k [P, H, K], beta [P, H] and g [T, H] of each linear layer."""
     tokens = np.pad(document.tokens.astype(np.int32), (0, 1 + -len(document.tokens) % segment))[None]
     text = Text(tokens, np.array([len(document.tokens)]), segment)
     observer = Named(("k", "beta", "g"), model.config.linear_layers)

@@ -1,4 +1,7 @@
-"""What a ledger of transitions says of each layer and head, and of all of them: rows, and histograms."""
+"""Summaries of a model's ledger for all heads, each layer and each head: rows and histograms.
+
+``ledger`` is a dataset of :func:`jaxdelta.analysis.transitions.ledger.ledger_of`.
+"""
 
 from collections.abc import Iterator
 
@@ -12,7 +15,7 @@ from jaxdelta.analysis.transitions.windows import numerical_tolerance
 from jaxdelta.ops.spectra import effective_rank_of
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-EDGES = {  # of histograms; those of alpha are equal steps of log(1 - alpha), from 0 to 0.9999
+EDGES = {  # of histograms; those of alpha, from 0 to 0.9999, are equally spaced in log(1 - alpha)
     "beta": np.linspace(0, 2, 101),
     "eigenvalue": np.linspace(-1, 1, 101),
     "alpha": 1 - np.logspace(0, -4, 101),
@@ -20,7 +23,7 @@ EDGES = {  # of histograms; those of alpha are equal steps of log(1 - alpha), fr
 
 
 def values(ledger: xr.Dataset, quantity: str) -> Float[np.ndarray, " N"]:
-    """Every token's, head's and step's beta, eigenvalue or alpha, in one row."""
+    """beta, eigenvalue or alpha of all tokens, heads and steps, as a vector."""
     x = np.exp(ledger.g.values) if quantity == "alpha" else ledger[quantity].values
     return x[~np.isnan(x)]
 
@@ -40,16 +43,16 @@ def radii(ledger: xr.Dataset) -> Float[np.ndarray, " N"]:
 
 
 def rotates(ledger: xr.Dataset) -> Bool[np.ndarray, " N"]:
-    """Whether a transition has a complex pair of eigenvalues: it turns a plane, which one factor cannot."""
+    """Whether each transition has a complex pair of eigenvalues: it turns a plane, which one factor cannot."""
     return (np.abs(_of_tokens(ledger, "imag")) > numerical_tolerance(ledger.attrs["key_dim"])).any(axis=-1)
 
 
 def transition_rows(ledger: xr.Dataset) -> pa.Table:
-    """A row for all heads, for each layer (null head) and for each head; ``layer`` is an index into the model's layers.
+    """A row for all heads (null layer and head), for each layer (null head) and for each head.
 
-    Quantiles of beta, 1 - beta ||k||^2 and alpha over tokens and steps; shares of negative eigenvalues and of transitions
-    that rotate; the extremes of ||k||^2; mean active ranks, and the share whose numerical rank is below min(n_h, K); the
-    largest |rho / alpha - 1| of all transitions, and of those taken whole.
+    Columns are quantiles of beta, 1 - beta ||k||^2 and alpha over tokens and steps; shares of negative eigenvalues and of
+    transitions that rotate; extremes of ||k||^2; mean active ranks, and the share with a numerical rank below min(n_h, K);
+    the largest |rho / alpha - 1| of all transitions, and of those formed as K x K matrices.
     """
     return pa.Table.from_pylist([place | _transitions(part) for place, part in _parts(ledger)])
 
@@ -78,10 +81,11 @@ def _transitions(ledger: xr.Dataset) -> dict[str, int | float]:
 
 
 def window_rows(ledger: xr.Dataset) -> pa.Table:
-    """A row for each length of window that fits a document, of all heads, each layer and each head; means over windows.
+    """For each length of window that fits a document, a row for all heads, each layer and each head; means over windows.
 
-    ``frozen_bound`` is K - n_h times the length, or 0; ``frozen_numerical``, ``frozen_0.01`` and ``frozen_0.1`` are by
-    tolerance; overlaps and their chance are means over the pairs of windows that have such a subspace, null without any.
+    ``frozen_bound`` is max(0, K - n_h * length) for the smallest K; ``frozen_numerical``, ``frozen_0.01`` and
+    ``frozen_0.1`` are for the tolerances; overlaps and their chance values are means over the pairs of windows that have
+    such a subspace, null without pairs.
     """
     fits = ledger["count"].sum("document") > 0
     lengths = [w for w in ledger.window.values if fits.sel(window=w)]
@@ -113,7 +117,7 @@ def _windows(ledger: xr.Dataset, length: int) -> dict[str, int | float | None]:
 
 
 def _mean(x: xr.DataArray, count: np.ndarray) -> float:
-    """Mean over windows, of all heads alike."""
+    """Mean over windows and heads, documents weighted by their number of windows."""
     values = x.values.reshape(len(count), -1)
     there = ~np.isnan(values)
     by_document = np.where(there, values, 0).sum(axis=1) / np.maximum(there.sum(axis=1), 1)
@@ -121,7 +125,7 @@ def _mean(x: xr.DataArray, count: np.ndarray) -> float:
 
 
 def distributions(ledger: xr.Dataset) -> xr.Dataset:
-    """Histograms over (quantity, layer, head, bin) of beta, eigenvalue and alpha; the end bins hold what lies beyond."""
+    """Histograms over (quantity, layer, head, bin) of beta, eigenvalue and alpha; end bins include values beyond."""
     counts = np.zeros((len(EDGES), ledger.sizes["layer"], ledger.sizes["head"], 100), int)
     for i, layer, head in np.ndindex(counts.shape[:3]):
         quantity, edges = list(EDGES.items())[i]
@@ -140,13 +144,13 @@ def distributions(ledger: xr.Dataset) -> xr.Dataset:
 
 
 def _of_tokens(ledger: xr.Dataset, name: str) -> Float[np.ndarray, "N A"]:
-    """A value of each active direction, of the tokens of text."""
+    """A variable of active directions, for all tokens of text."""
     x = ledger[name].values.reshape(-1, ledger.sizes["active"]).astype(np.float64)
-    return np.nan_to_num(x[~np.isnan(x[:, 0])])  # a layer with fewer active directions than another
+    return np.nan_to_num(x[~np.isnan(x[:, 0])])  # layers may have fewer active directions than others
 
 
 def _parts(ledger: xr.Dataset) -> Iterator[tuple[dict[str, int | None], xr.Dataset]]:
-    """All heads, those of each layer, and each one."""
+    """The ledger of all heads, of the heads of each layer, and of each head."""
     yield {"layer": None, "head": None}, ledger
     for layer, name in enumerate(ledger.layer.values):
         yield {"layer": int(name), "head": None}, ledger.isel(layer=[layer])

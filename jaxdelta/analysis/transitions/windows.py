@@ -2,23 +2,23 @@
 
     P = (I - beta_M k_M k_M^T) ... (I - beta_1 k_1 k_1^T) = I - Z^T (I + A)^{-1} diag(beta) Z,  A_ij = beta_i z_i.z_j, i > j
 
-where the rows of Z are the keys in the order of the text. With fewer factors than key dimensions, M < K, and Z^T = Q R,
+where the rows of Z are the keys in text order. With fewer factors than key dimensions, M < K, and Z^T = Q R,
 
     P = I - Q C Q^T,   C = R (I + A)^{-1} diag(beta) R^T,  M x M
 
-so P is the identity outside of the keys' span, the spectra of P and P - I are those of I - C and C, padded with ones and
-zeros, and nothing of size K x K is formed. Longer windows are products of shorter ones. P acts on the state from the left,
-the window's decay is a factor apart (its log is kept: it underflows). Everything is f64, of the keys as the layer has them:
-products over 1,024 tokens of the control model are within 2e-15 of those in long double. Its keys in f32 differ by 7e-7
-from those of the same model in f64, and singular values of products over 256 tokens by 1.2e-7.
+so P is the identity outside the span of the keys, the spectra of P and P - I are those of I - C and C, padded with ones and
+zeros, and no K x K matrix is needed. Longer windows are products of shorter ones. P acts on the state from the left; the
+decay of the window is a separate factor (its log is kept, since it would underflow). All is computed in f64 from the keys
+that the layer uses: products over 1,024 tokens of the control model are within 2e-15 of those in long double. Its keys in
+f32 differ by 7e-7 from those of the same model in f64, and singular values of products over 256 tokens by 1.2e-7.
 
-Two subspaces of an arriving state, from right singular vectors, which turn with no basis chosen inside them:
+Two subspaces of the arriving state come from right singular vectors; they do not depend on the basis chosen inside:
 
     active      directions that the window changes by more than a tenth, sigma(P - I) > 0.1
     forgotten   directions that it shortens to less than half, sigma(P) < 0.5
 
-For one factor with beta <= 1 the first is its key where beta > 0.1 and the second where beta > 0.5. Principal angles
-between the subspaces of successive windows say whether these act on the same directions. Source of the compact form:
+For one factor with beta <= 1 the first is its key if beta > 0.1, and so is the second if beta > 0.5. Principal angles
+between the subspaces of successive windows tell whether both act on the same directions. Source of the compact form:
 Bischof and Van Loan, "The WY representation for products of Householder matrices", SIAM J. Sci. Stat. Comput. 8, 1987.
 """
 
@@ -40,7 +40,7 @@ class Window(NamedTuple):
     """A product of factors, P = I - basis deviation basis^T.
 
     Attributes:
-        deviation: Float[*batch R R], R = min(number of factors, K).
+        deviation: Float[*batch R R], I - P in the basis; R = min(number of factors, K).
         basis: Float[*batch K R], orthonormal columns; None is the identity.
     """
 
@@ -54,7 +54,7 @@ class Reading(NamedTuple):
     Attributes:
         kept: Float[*batch K], singular values of P, descending.
         changed: Float[*batch K], singular values of P - I, descending.
-        bases: of each of ``SUBSPACES`` Float[*batch K R], orthonormal columns, and zeros where the subspace has fewer.
+        bases: for each of ``SUBSPACES`` Float[*batch K R], orthonormal columns, padded with zeros.
     """
 
     kept: np.ndarray
@@ -63,7 +63,7 @@ class Reading(NamedTuple):
 
 
 def numerical_tolerance(key_dim: int) -> float:
-    """What f32 can tell from no change of a direction: K eps, relative to the identity."""
+    """K eps(f32): the least change of a direction that f32 can tell from none, relative to the identity."""
     return key_dim * float(np.finfo(np.float32).eps)
 
 
@@ -75,7 +75,7 @@ def frozen_tolerances(key_dim: int) -> tuple[float, ...]:
 def deviation(
     keys: Float[np.ndarray, "*batch M R"], beta: Float[np.ndarray, "*batch M"]
 ) -> Float[np.ndarray, "*batch R R"]:
-    """I - P of the factors with these keys, the first one rightmost."""
+    """I - P for the product P of the factors with these keys, the first one rightmost."""
     transposed = np.swapaxes(keys, -1, -2)
     writes = beta[..., None] * keys
     below = np.tril(writes @ transposed, -1)
@@ -91,7 +91,7 @@ def product(keys: Float[np.ndarray, "*batch M K"], beta: Float[np.ndarray, "*bat
 
 
 def read(window: Window) -> Reading:
-    """Spectra and subspaces, by SVDs of the size of the deviation."""
+    """Spectra and subspaces of a product, from SVDs of R x R matrices."""
     C, basis = window
     _, changed, active = np.linalg.svd(C)
     _, kept, forgotten = np.linalg.svd(np.eye(C.shape[-1]) - C)
@@ -107,7 +107,7 @@ def read(window: Window) -> Reading:
 
 
 class WindowSums:
-    """What windows of one length say of each head of a layer, summed as they come."""
+    """Running sums over windows of one length, for each head of a layer."""
 
     def __init__(self, heads: int, key_dim: int, tolerances: Sequence[float]):
         self.tolerances = np.array(tolerances)
@@ -125,7 +125,7 @@ class WindowSums:
         self._mixing = {kind: Mixing(heads, key_dim) for kind in SUBSPACES}
 
     def add(self, window: Window, log_decay: Float[np.ndarray, "N H"]) -> None:
-        """Successive windows, with leading axes [N, H], and the logs of their decays."""
+        """Add N successive windows, with leading axes [N, H], and the logs of their decays."""
         found = read(window)
         values = {
             "kept": found.kept,
@@ -143,7 +143,7 @@ class WindowSums:
             self._mixing[kind].add(bases)
 
     def means(self) -> dict[str, np.ndarray]:
-        """Everything over (head, ...), NaN where there was no window; of subspaces over (head, kind, ...)."""
+        """Means and extremes [H, ...], NaN without windows; those of subspaces are [H, kind, ...]."""
         extremes = {"kept_smallest": self._smallest, "kept_largest": self._largest}
         of_subspaces = [self._mixing[kind].means() for kind in SUBSPACES]
         return {
@@ -154,11 +154,11 @@ class WindowSums:
 
 
 class Mixing:
-    """How subspaces of successive windows lie to one another, of each head of a layer.
+    """Overlap and principal angles of the subspaces of successive windows, for each head of a layer.
 
-    The overlap of two is the cosine between their projectors, <P_i, P_j> / sqrt(a b) for a and b dimensions: the mean
-    squared cosine of the principal angles where a = b, and sqrt(a b) / K for random ones. Over all pairs of a text it
-    follows from the sum of P_i / sqrt(a_i), so no window is kept but the last.
+    The overlap of two subspaces of a and b dimensions is the cosine between their projectors, <P_i, P_j> / sqrt(a b): the
+    mean squared cosine of the principal angles if a = b, and sqrt(a b) / K on average for random subspaces. The mean over
+    all pairs follows from the sum of P_i / sqrt(a_i), so only the last window is kept.
     """
 
     def __init__(self, heads: int, key_dim: int):
@@ -169,7 +169,7 @@ class Mixing:
         self._angles = np.zeros((heads, len(ANGLE_EDGES) - 1), int)
 
     def add(self, bases: Float[np.ndarray, "N H K R"]) -> None:
-        """Successive subspaces; zero columns are none of them."""
+        """Add successive subspaces; zero columns are padding."""
         size = np.sum(bases**2, axis=(-2, -1))
         self._there += (size > 0.5).sum(axis=0)
         scaled = np.moveaxis(bases / np.maximum(size, 1)[..., None, None] ** 0.25, 0, 2)  # H K N R
@@ -181,7 +181,7 @@ class Mixing:
         self._add_pairs(bases)
 
     def _add_pairs(self, bases: Float[np.ndarray, "N H K R"]) -> None:
-        """Each subspace and the next; a pair needs a direction in both."""
+        """Add the pairs of successive subspaces; a pair needs a direction in both."""
         size = np.rint(np.sum(bases**2, axis=(-2, -1)))
         few, mean = np.minimum(size[:-1], size[1:]), np.sqrt(size[:-1] * size[1:])
         cosines = np.linalg.svd(np.swapaxes(bases[:-1], -1, -2) @ bases[1:], compute_uv=False)
@@ -194,7 +194,7 @@ class Mixing:
             counts += np.histogram(angles[:, head][there[:, head]], ANGLE_EDGES)[0]
 
     def means(self) -> dict[str, np.ndarray]:
-        """Over heads; NaN where there was no pair. ``apart`` is the overlap over ``pairs_apart``, those not successive."""
+        """Means over pairs for each head, NaN without pairs; ``apart`` is the mean overlap of all other pairs."""
         pairs_apart = self._there * (self._there - 1) // 2 - self._pairs
         squares = np.sum(np.square(self._total), axis=(-2, -1)) if self._last is not None else 0.0
         total_apart = (squares - self._there) / 2 - self._overlap
@@ -210,8 +210,9 @@ class Mixing:
 
 
 class WindowStream:
-    """Windows of a text that comes in segments of any length, in one layer, aligned to the text's start; what is left at
-    its end is no window.
+    """Windows of one layer, over a text that comes in segments of any length.
+
+    Windows start at the start of the text; an incomplete window at its end is dropped.
 
     Args:
         windows: lengths in tokens, ascending, each a multiple of the one before.
@@ -219,7 +220,7 @@ class WindowStream:
         tolerances: see :func:`frozen_tolerances`.
 
     Raises:
-        ValueError: lengths that are not so.
+        ValueError: ``windows`` are not such lengths.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class WindowStream:
         self._running: dict[int, list] = {}
 
     def add(self, k: Float[np.ndarray, "P H K"], beta: Float[np.ndarray, "P H"], g: Float[np.ndarray, "T H"]) -> None:
-        """The next tokens."""
+        """Add the next tokens: keys, write strengths and log-decays."""
         arrays = k, beta, g
         if self._waiting:
             arrays = tuple(np.concatenate(pair) for pair in zip(self._waiting, arrays, strict=True))
@@ -244,7 +245,7 @@ class WindowStream:
         self._add_factors(*(x[:i] for x, i in zip(arrays, at, strict=True)))
 
     def finish(self) -> dict[int, WindowSums]:
-        """The text has ended: sums by length."""
+        """End the text; returns the sums by length of window."""
         if self._waiting:
             self._add_factors(*self._waiting)
         self._waiting = ()
@@ -265,7 +266,7 @@ class WindowStream:
                 self._join(np.eye(k.shape[-1]) - window.deviation, decays, length)
 
     def _join(self, products: np.ndarray, decays: np.ndarray, length: int) -> None:
-        """Make the longer windows of products [N, H, K, K] of ``length`` tokens each."""
+        """Make the longer windows from products [N, H, K, K] of ``length`` tokens each."""
         for longer in (w for w in self.windows if w > self.block):
             whole = self._joined(longer, zip(products, decays, strict=True), longer // length)
             if not whole:
@@ -275,7 +276,7 @@ class WindowStream:
             length = longer
 
     def _joined(self, length: int, parts: Iterable, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Products and decays of ``count`` parts each; what does not fill one waits under ``length`` for the next parts."""
+        """Products and log-decays of ``count`` parts each; an incomplete one is kept under ``length`` for the next call."""
         whole, waiting = [], self._running.get(length, [])
         for part in parts:
             waiting = [*waiting, part]

@@ -1,9 +1,9 @@
-"""Interventions on the carried state at boundaries: the cut, and perturbations beside it.
+"""Interventions on the carried state at boundaries: truncation, and other perturbations.
 
-Every row of the batch is a world of its own: a document under its own ranks, factors or choice of heads. Arrays over heads
-are [B, L, H]: rows, linear layers in depth order (the index ``linear_layer`` of tables and datasets), value heads. The
-object itself is hashable and holds only what shapes the compiled program; everything else travels in its memory, so that
-runs which differ in ranks alone share one. ``contract.py`` says what a class of one's own must keep to.
+Every row of the batch is a world: a document with its own ranks, factors or choice of heads. Arrays over heads are
+[B, L, H]: rows, linear layers in depth order (the index ``linear_layer`` of tables and datasets), value heads. Between
+boundaries an intervention keeps a pytree of arrays, its ``memory``. Ranks and other values are in there and not in the
+compiled program, so runs that differ only in them share a program. ``contract.py`` tells how to write an intervention.
 """
 
 from jaxdelta.runs.interventions.contract import Intervention, Started, check_intervention, described, started

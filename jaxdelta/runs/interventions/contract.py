@@ -1,17 +1,18 @@
 """What an intervention is, and how runs share its compiled programs without mixing up its values.
 
-An intervention maps (carry, memory) to (carry, memory, record) at every boundary, inside a compiled function. Whatever the
-function reads from the object becomes a constant of the program, so two objects may only share a program where they agree
-in all of it. Hence:
+At every boundary an intervention maps (carry, memory) to (carry, memory, record), inside a compiled function. Its memory is
+a pytree of arrays that it keeps from one boundary to the next; the record is what the caller gets. Whatever the function
+reads from the object becomes a constant of the program, so objects may share a program only if they agree in all of it:
 
-* objects of a frozen dataclass share programs where their fields are equal. Fields declared ``compare=False`` are left out
-  of that: their values reach the program through the memory that ``start`` returns; to read one in the compiled part is an
+* objects of a frozen dataclass share programs if their fields are equal. Fields declared ``compare=False`` do not count:
+  their values reach the program through the memory that ``start`` returns, and reading one in the compiled part is an
   error;
-* anything else (a class with its own ``__init__``, attributes set on the side or on the class, fields that hold functions,
-  containers that may change, or other objects) says nothing that could be checked: its program is compiled anew for every
-  run.
+* the programs of all other objects (a class with its own ``__init__``, attributes beside the fields or on the class, fields
+  that hold functions, mutable containers or other objects) are compiled anew for every run, because equality cannot be
+  checked.
 
-A program is traced once a run, so an object that counts its calls counts one.
+A compiled function runs its Python code only while it is traced, so an object that counts its calls does not count
+boundaries.
 """
 
 import hashlib
@@ -27,44 +28,47 @@ import numpy as np
 from jaxdelta.arguments import shown
 from jaxdelta.models.carry import Carry
 
-FIXED = {bool, int, float, complex, str, bytes, type(None), np.dtype}  # values of just these types stay what they are
+FIXED = {bool, int, float, complex, str, bytes, type(None), np.dtype}  # values of exactly these types cannot change
 
 
 @runtime_checkable
 class Intervention(Protocol):
-    """What a segmented run asks of an intervention.
+    """What a segmented run needs of an intervention.
 
-    Beside ``start`` and ``__call__``, sensitivities use two methods of those that have them:
+    Besides ``start`` and ``__call__``, sensitivities use two optional methods:
 
-    ``frozen(carry, memory)``: the carry handed on, by a function with its directions as constants, for ``frozen_basis``;
+    ``frozen(carry, memory)``: the carry after the intervention, with singular directions as constants in its derivative;
+    used for ``frozen_basis``.
     ``without_gap(carry, memory)``: Bool[L B H], arriving states at which the exact derivative does not exist.
     """
 
     def start(self, carry: Carry, boundaries: Sequence[int]) -> tuple["Intervention", Any]:
-        """The intervention with all that shapes the compiled program settled, and the memory before the first boundary.
+        """Settle all that shapes the compiled program; returns the intervention to call, and its memory before the run.
 
-        ``boundaries`` are the tokens seen at each boundary of the run. It may be left out of the signature.
+        Args:
+            carry: the first carry of the run, for its shapes.
+            boundaries: tokens seen at each boundary of the run. The parameter may be left out.
         """
         ...
 
     def __call__(self, carry: Carry, memory: Any) -> tuple[Carry, Any, Any]:
-        """The carry handed on, the memory kept, and a record of what was done."""
+        """The carry after the intervention, the memory for the next boundary, and a record or None."""
         ...
 
 
 class Started(NamedTuple):
-    """An intervention as compiled functions may be keyed by it, and its memory before the first boundary."""
+    """A settled intervention, by which compiled functions are keyed, and its memory before the first boundary."""
 
     intervention: Intervention
     memory: Any
 
 
 def started(intervention: "Intervention | Started", carry: Carry, boundaries: Iterable[int]) -> Started:
-    """Settle an intervention for a run; one that is already stays as it is.
+    """Settle an intervention for a run; a Started one is returned as it is.
 
     Raises:
-        TypeError: it is no intervention, or a field that tells programs apart cannot be hashed.
-        ValueError: what it was asked for does not fit the carry or the boundaries.
+        TypeError: ``intervention`` is not an intervention, or a compared field cannot be hashed.
+        ValueError: its values do not fit the carry or the boundaries.
     """
     if isinstance(intervention, Started):
         return intervention
@@ -88,7 +92,7 @@ def started(intervention: "Intervention | Started", carry: Carry, boundaries: It
 
 
 def check_intervention(intervention: Any) -> None:
-    """TypeError for what is no intervention, a function or a class for example; None is the run without one."""
+    """Raise TypeError if the argument is not an intervention, for example a function or a class; None is allowed."""
     if intervention is not None and (isinstance(intervention, type) or not isinstance(intervention, Intervention)):
         raise TypeError(
             f"intervention is {shown(intervention)}; expected an object with start(carry, boundaries) and "
@@ -97,10 +101,10 @@ def check_intervention(intervention: Any) -> None:
 
 
 def described(intervention: Intervention | None) -> Any:
-    """JSON value that tells an intervention from every other: its class and fields, arrays by shape and checksum.
+    """JSON value that identifies an intervention: its class and fields, arrays by dtype, shape and checksum.
 
     Raises:
-        ValueError: something may tell it apart that is in no field, so that results of two could not be told apart.
+        ValueError: its fields may not tell all that it does, so results could be confused with those of another.
     """
     if intervention is None:
         return None
@@ -134,7 +138,7 @@ def _described(value: Any, name: str) -> Any:
 
 
 def is_declared(intervention: Any) -> bool:
-    """Whether all that an object can tell the program is in fields that cannot change."""
+    """Whether all that a program can read from the object is in fields that cannot change."""
     cls = type(intervention)
     if not is_dataclass(cls) or not cls.__dataclass_params__.frozen or "__dataclass_fields__" not in vars(cls):
         return False
@@ -143,7 +147,7 @@ def is_declared(intervention: Any) -> bool:
 
 
 def _class_values(cls: type) -> set[str]:
-    """Attributes of a class, beside its fields and functions, that a program could read and somebody change."""
+    """Attributes of a class, besides fields and functions, that a program could read and that may change."""
     known = {f.name for f in fields(cls)}
     found = set()
     for base in cls.__mro__:
@@ -167,14 +171,14 @@ def _is_intervention(value: Any) -> bool:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a value stays what it is; one that has no hash is refused where it is asked for it."""
+    """Whether a value cannot change. A missing hash raises later, in :func:`started`."""
     if type(value) in (tuple, frozenset):
         return all(map(_is_fixed, value))
     return type(value) in FIXED or _is_intervention(value) or isinstance(value, np.ndarray | jax.Array)
 
 
 def _sealed(intervention: Any) -> Any:
-    """A copy without hidden fields that equals its like, where that can be known; else one that equals itself alone."""
+    """A copy without ``compare=False`` fields, equal to copies with equal fields; else a wrapper equal only to itself."""
     if isinstance(intervention, _Sealed):
         return intervention
     if not is_declared(intervention):
@@ -188,14 +192,14 @@ def _sealed(intervention: Any) -> Any:
 
 
 def _sealed_value(value: Any) -> Any:
-    """Of a field: interventions inside of it, alone or in a tuple, are sealed as well."""
+    """The value of a field with interventions in it, alone or in a tuple, sealed as well."""
     if type(value) in (tuple, frozenset):
         return type(value)(map(_sealed_value, value))
     return _sealed(value) if _is_intervention(value) else value
 
 
 def _identity(value: Any) -> Any:
-    """A value beside its type: 1, 1.0 and True are equal and make different programs, and so do 0.0 and -0.0."""
+    """A value with its type: 1, 1.0 and True are equal but make different programs, and so do 0.0 and -0.0."""
     if type(value) in (tuple, frozenset):
         return type(value), type(value)(map(_identity, value))
     return type(value), repr(value) if type(value) in (float, complex) else value
@@ -205,7 +209,7 @@ IDENTITY = "_identity_of_program"
 
 
 class _Sealed:
-    """Equality and hash of all that told the program when it was sealed, whatever the object's own class says of them."""
+    """Equality and hash by the compared fields at the time of sealing, whatever the object's class defines."""
 
     def __eq__(self, other):
         return type(self) is type(other) and getattr(self, IDENTITY) == getattr(other, IDENTITY)
@@ -236,7 +240,7 @@ def _sealed_class(cls: type) -> type:
 
 
 class _Alone:
-    """An intervention whose programs are compiled for one run: nothing is known of what it reads from itself."""
+    """An intervention whose programs serve one run, because what it reads from itself is not known."""
 
     def __init__(self, intervention: Intervention):
         self._intervention = intervention

@@ -1,6 +1,6 @@
 """Perturbations of the carried states: scale, project, zero, filter, quantise, replace by noise, swap.
 
-Each is applied where and when it is told to; :class:`NoOp` is the control that only has the boundaries.
+Each acts on chosen heads at chosen boundaries; :class:`NoOp` is the control that changes nothing.
 """
 
 import operator
@@ -22,13 +22,13 @@ from jaxdelta.ops.spectra import singular_values
 
 
 class PerturbationMemory(NamedTuple):
-    """What a perturbation keeps.
+    """Arrays that a perturbation keeps between boundaries.
 
     Attributes:
-        index: Int[], of this boundary, 0 the first.
-        where: Bool[L B H].
-        at: Int[n], indices of boundaries; -1 is all.
-        own: what ``prepare`` and ``change`` keep.
+        index: Int[], index of this boundary, from 0.
+        where: Bool[L B H], heads to change.
+        at: Int[n], indices of the boundaries; -1 is all.
+        own: what ``prepare`` and ``change`` return.
     """
 
     index: Array
@@ -41,19 +41,29 @@ class PerturbationMemory(NamedTuple):
 class Perturbation:
     """A map of the states, applied to chosen heads at chosen boundaries.
 
-    Attributes:
-        where: Bool, broadcast over [B, L, H] (rows, linear layers in depth order, value heads).
-        at: the boundary, or several, in tokens seen; None is all.
+    A subclass defines ``change``, and ``prepare`` if it has values of its own.
 
-    Raises:
-        ValueError: from ``start``, for a boundary that the run does not have, or arrays that do not fit its states.
-        TypeError: from ``start``, for an ``at`` that is no whole number.
+    Attributes:
+        where: Bool, broadcasts over [B, L, H] (rows, linear layers in depth order, value heads); True for heads to change.
+        at: one boundary or several, in tokens seen; None is all.
+
+    Errors in values are raised by ``start``, when a run begins.
     """
 
     where: np.ndarray | bool = field(default=True, compare=False, kw_only=True)
     at: int | Sequence[int] | None = field(default=None, compare=False, kw_only=True)
 
     def start(self, carry: Carry, boundaries: Sequence[int] = ()) -> tuple["Perturbation", PerturbationMemory]:
+        """The perturbation itself, and its memory before the first boundary.
+
+        Args:
+            carry: the first carry of the run.
+            boundaries: of the run, in tokens seen.
+
+        Raises:
+            TypeError: ``where`` is not Bool, or ``at`` is not whole numbers.
+            ValueError: the run has no such boundary, or ``where`` or the values of a subclass do not fit the states.
+        """
         S = stacked(carry)
         chosen = np.asarray(self.where)
         if chosen.dtype != bool:
@@ -67,29 +77,35 @@ class Perturbation:
         here = jnp.any((memory.at == memory.index) | (memory.at < 0))
         chosen = (memory.where & here)[..., None, None]
         changed, own = self.change(S, memory.own, memory.index)
-        # What is kept of a head goes on only where the head was changed.
+        # The memory of a head advances only where the head was changed.
         own = jax.tree.map(lambda new, old: old if new is old else jnp.where(chosen, new, old), own, memory.own)
         S = jnp.where(chosen, changed, S)
         return with_stacked(carry, S), memory._replace(index=memory.index + 1, own=own), None
 
     def prepare(self, S: Array) -> Any:
-        """What the perturbation keeps, from states [L, B, H, K, V] before the first boundary.
+        """The initial ``own`` of :meth:`change`, for stacked states S [L, B, H, K, V] before the first boundary.
 
-        Here, and not in ``change``, fields declared ``compare=False`` are read. Raises ValueError where they do not fit.
+        Fields declared ``compare=False`` are read here; ``change`` cannot read them.
+
+        Raises:
+            ValueError: the values of the fields do not fit the states.
         """
         return None
 
     def change(self, S: Array, own: Any, index: Array) -> tuple[Array, Any]:
-        """The perturbed states, and what is kept for the next boundary: ``own`` itself, or new arrays [L, B, H, ...]."""
+        """The perturbed states [L, B, H, K, V], and ``own`` for the next boundary: unchanged, or new arrays [L, B, H, ...].
+
+        ``index`` is Int[], the index of the boundary.
+        """
         raise NotImplementedError
 
 
 def indices(at: int | Sequence[int], boundaries: Sequence[int]) -> list[int]:
-    """The index of each boundary of ``at``, which counts tokens seen.
+    """The index in ``boundaries`` of each boundary in ``at``; both are in tokens seen.
 
     Raises:
-        ValueError: the run has no such boundary.
-        TypeError: it is no whole number.
+        ValueError: ``at`` is empty, or the run has no such boundary.
+        TypeError: ``at`` is not whole numbers.
     """
     wanted = [operator.index(x) for x in (at if np.iterable(at) else [at])]
     if not wanted:
@@ -106,7 +122,7 @@ def indices(at: int | Sequence[int], boundaries: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class NoOp(Perturbation):
-    """Nothing but the boundary: the control for the segment length."""
+    """Change nothing: the control that only has the boundaries."""
 
     def change(self, S, own, index):
         return S, own
@@ -114,7 +130,7 @@ class NoOp(Perturbation):
 
 @dataclass(frozen=True)
 class Zero(Perturbation):
-    """Forget: the next segment starts from an empty state."""
+    """Empty the state: the next segment starts from zeros."""
 
     def change(self, S, own, index):
         return jnp.zeros_like(S), own
@@ -122,9 +138,12 @@ class Zero(Perturbation):
 
 @dataclass(frozen=True)
 class Scale(Perturbation):
-    """Multiply singular directions by ``factors``, broadcast over [B, L, H, directions], the largest sigma first.
+    """Multiply singular directions by factors; accurate in the faint directions too.
 
-    Exact in the faint directions too. Derivatives take the directions as constants (frozen basis).
+    Derivatives take the directions as constants (frozen basis).
+
+    Attributes:
+        factors: Float, broadcasts over [B, L, H, min(K, V)], the largest sigma first.
     """
 
     factors: AnyArray = field(compare=False)
@@ -143,10 +162,10 @@ class Scale(Perturbation):
 
 @dataclass(frozen=True)
 class Project(Perturbation):
-    """Keep what lies in the span of given key directions: S <- Q Q^T S for orthonormal columns Q.
+    """Project onto the span of given key directions: S <- Q Q^T S for orthonormal columns Q.
 
     Attributes:
-        basis: Float[B L H K Q], with broadcast axes of size one.
+        basis: Float[B L H K Q], columns orthonormal to 1e-4; B, L and H may be 1.
     """
 
     basis: AnyArray = field(compare=False)
@@ -167,7 +186,11 @@ class Project(Perturbation):
 
 @dataclass(frozen=True)
 class Filter(Perturbation):
-    """The soft spectral filter, with ``tau`` > 0 broadcast over [B, L, H], in units of sigma^2."""
+    """The soft spectral filter, see :mod:`jaxdelta.ops.soft_filter`.
+
+    Attributes:
+        tau: > 0, in units of sigma^2; broadcasts over [B, L, H].
+    """
 
     tau: AnyArray | float = field(compare=False)
 
@@ -182,9 +205,12 @@ class Filter(Perturbation):
 
 @dataclass(frozen=True)
 class Noise(Perturbation):
-    """Replace each state by one of the same spectrum and Haar random singular vectors, drawn anew for world and boundary.
+    """Replace each state by one of the same spectrum with Haar random singular vectors, drawn anew at every boundary.
 
-    The control of a truncation: what a state of this size does when it means nothing.
+    A control for truncation: a state of the same spectrum without its information.
+
+    Attributes:
+        seed: 0 .. 2^32 - 1. The noise does not depend on jax's settings.
     """
 
     seed: int = field(default=0, compare=False)
@@ -193,18 +219,18 @@ class Noise(Perturbation):
         seed = whole_number("seed", self.seed)
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed is {seed}; expected 0 to 2^32 - 1, of which jax's settings take the same bits")
-        return jax.random.key(seed, impl="threefry2x32")  # whatever jax's settings, the same noise
+        return jax.random.key(seed, impl="threefry2x32")  # the same noise whatever jax's settings
 
     def start(self, carry, boundaries=()):
         settled, memory = super().start(carry, boundaries)
-        sizes = jnp.array([S.shape[-2:] for S in states(carry)])  # of each layer K and V, within which directions are drawn
+        sizes = jnp.array([S.shape[-2:] for S in states(carry)])  # K and V of each layer
         return settled, memory._replace(own=(memory.own, sizes))
 
     def change(self, S, own, index):
         (key, sizes), (K, V) = own, S.shape[-2:]
         n = min(K, V)
         sigma = singular_values(S)
-        # One factorization of both sides: several in one program can deadlock a CPU. Missing rows are zero.
+        # One factorization for both sides: several in one program can deadlock a CPU. Padded rows are zero.
         with jax.threefry_partitionable(True):
             gauss = jax.random.normal(jax.random.fold_in(key, index), (2, *S.shape[:-2], max(K, V), n), S.dtype)
         rows = first(sizes.T, max(K, V)).reshape(2, len(S), *(1,) * (S.ndim - 3), max(K, V), 1)
@@ -216,10 +242,13 @@ class Noise(Perturbation):
 
 @dataclass(frozen=True)
 class Quantise(Perturbation):
-    """Round each state to ``bits`` bits, symmetric about zero, with one scale a head: its largest entry.
+    """Round each state to few bits, symmetric about zero, with its largest absolute entry as scale.
 
-    With ``error_feedback`` what rounding took away is added back before the next rounding. Derivatives pass straight
-    through the rounding.
+    Derivatives pass straight through the rounding.
+
+    Attributes:
+        bits: 2 .. 16.
+        error_feedback: add the error of the last rounding before the next one.
     """
 
     bits: int
@@ -242,11 +271,11 @@ class Quantise(Perturbation):
 
 @dataclass(frozen=True)
 class Swap(Perturbation):
-    """Take the states of another run.
+    """Replace the states by given ones, for example those of another run.
 
     Attributes:
-        states: Float[N-1 L B H K V], for each boundary, or one for all of them, with broadcast axes of size one. NaN where
-            there are several and the run has more boundaries, so that the run ends there with an error.
+        states: Float[N-1 L B H K V], stacked states for each of the N - 1 boundaries, or one entry for all; other axes may
+            be 1. If there are several, but fewer than boundaries, later states are NaN and the run raises NonFiniteError.
     """
 
     states: AnyArray = field(compare=False)

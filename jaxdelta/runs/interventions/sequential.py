@@ -12,10 +12,10 @@ from jaxdelta.runs.interventions.contract import Intervention, check_interventio
 
 @dataclass(frozen=True)
 class Sequential:
-    """Apply ``parts`` in their order. Supports what the parts support together.
+    """Apply ``parts`` in order. Supports the claims that all parts support together.
 
     Raises:
-        TypeError: a part is no intervention.
+        TypeError: a part is not an intervention.
     """
 
     parts: Sequence[Intervention]
@@ -26,7 +26,7 @@ class Sequential:
             check_intervention(part)
 
     def start(self, carry: Carry, boundaries: Sequence[int] = ()) -> tuple["Sequential", tuple]:
-        """See the contract; a part does not see what those before it do to the first carry."""
+        """Start every part with the same carry; see :class:`~jaxdelta.runs.interventions.contract.Intervention`."""
         begun = [started(part, carry, boundaries) for part in self.parts]
         return replace(self, parts=tuple(part for part, _ in begun)), tuple(memory for _, memory in begun)
 
@@ -39,13 +39,13 @@ class Sequential:
         return carry, tuple(kept), tuple(records)
 
     def frozen(self, carry: Carry, memory: tuple) -> Carry:
-        """The change with the directions of those parts as constants that have any."""
+        """The carry after all parts; parts with a ``frozen`` method take their directions as constants."""
         for part, own in zip(self.parts, memory, strict=True):
             carry = part.frozen(carry, own) if hasattr(part, "frozen") else part(carry, own)[0]
         return carry
 
     def without_gap(self, carry: Carry, memory: tuple) -> Bool[Array, "L B H"]:
-        """States at which the exact derivative of any part does not exist."""
+        """Arriving states at which the exact derivative of some part does not exist."""
         found = jnp.zeros(stacked(carry).shape[:3], bool)
         for part, own in zip(self.parts, memory, strict=True):
             found = found | part.without_gap(carry, own) if hasattr(part, "without_gap") else found

@@ -1,4 +1,4 @@
-"""The cut: at every boundary S <- U_r U_r^T S, with a rank for every row, linear layer and head."""
+"""Truncation: at every boundary S <- U_r U_r^T S, with a rank for every row, linear layer and head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,18 +15,18 @@ from jaxdelta.ops.directions import scaled
 
 
 class TruncateMemory(NamedTuple):
-    """``rank``: Int[L B H]; ``basis``: Float[L B H K Q], left singular vectors at the last boundary."""
+    """What a truncation keeps: ``rank``, Int[L B H]; ``basis``, Float[L B H K Q], the last left singular vectors."""
 
     rank: Array
     basis: Array
 
 
 class TruncateRecord(NamedTuple):
-    """What one boundary did.
+    """What was done at one boundary.
 
     Attributes:
-        missed: Float[B], worst estimate over heads of the energy missed by the kept directions, over the energy kept.
-        rounds: Int[], rounds of subspace iteration; MAX_ROUNDS + 1 says that eigh took over.
+        missed: Float[B], estimated energy missed over energy kept, the largest over layers and heads.
+        rounds: Int[], rounds of subspace iteration; 0 for the exact methods, MAX_ROUNDS + 1 where eigh took over.
     """
 
     missed: Array
@@ -38,14 +38,12 @@ class Truncate:
     """Keep the leading singular directions of every state. Supports claims about what later segments read.
 
     Attributes:
-        rank: directions kept, an int array broadcast over [B, L, H] (rows, linear layers in depth order, value heads);
-            min(K, V) leaves a head untouched, and so does more in a layer of smaller heads. Ranks in the faint part of a
-            spectrum: see the accuracy of each method there.
-        method: see :func:`jaxdelta.ops.low_rank.truncate`.
+        rank: directions kept, whole numbers that broadcast over [B, L, H] (rows, linear layers in depth order, value
+            heads); min(K, V) or more leaves a head untouched. No rank may exceed min(K, V) of stacked states.
+        method: see :func:`jaxdelta.ops.low_rank.truncate`, also for the accuracy of each method.
         max_rank: static bound of ``rank``; None takes the largest rank below min(K, V).
 
-    Raises:
-        ValueError: from ``start``, for a rank out of bounds.
+    Ranks are checked by ``start``, when a run begins.
     """
 
     rank: np.ndarray | int = field(compare=False)
@@ -53,11 +51,16 @@ class Truncate:
     max_rank: int | None = None
 
     def start(self, carry: Carry, boundaries: Sequence[int] = ()) -> tuple["Truncate", TruncateMemory]:
+        """The truncation with its method and ``max_rank`` settled, and its memory before the first boundary.
+
+        Raises:
+            ValueError: a rank is not an integer or is out of bounds, or ranks do not broadcast over [B, L, H].
+        """
         S, full = stacked(carry), full_ranks(carry)
         directions = min(S.shape[-2:])
         low_rank.check_ranks(self.rank, directions, directions)
         rank = np.asarray(by_head(self.rank, S, np.int32))
-        rank = np.where(rank < full[:, None], rank, directions)  # of a smaller layer, too, min(K, V) is untouched
+        rank = np.where(rank < full[:, None], rank, directions)  # untouched heads of smaller layers too
         max_rank = low_rank.largest_rank(rank, directions) if self.max_rank is None else self.max_rank
         low_rank.check_ranks(rank, directions, max_rank)
         method = self.method or low_rank.choose_method(max_rank, directions)
@@ -66,12 +69,12 @@ class Truncate:
         return replace(self, method=method, max_rank=max_rank), TruncateMemory(jnp.asarray(rank), basis)
 
     def without_gap(self, carry: Carry, memory: TruncateMemory) -> Bool[Array, "L B H"]:
-        """Which states arriving at a boundary have no exact derivative of the cut: no gap after the last kept direction."""
+        """Arriving states whose truncation has no exact derivative: no gap after the last kept direction."""
         S = stacked(carry)
         return ~low_rank.has_gap(S, memory.rank) & (memory.rank < min(S.shape[-2:]))
 
     def frozen(self, carry: Carry, memory: TruncateMemory) -> Carry:
-        """The cut, whose derivative takes the kept directions as constants."""
+        """The truncated carry; its derivative takes the kept directions as constants."""
         S = stacked(carry)
         directions = min(S.shape[-2:])
         cut = scaled(S, first(memory.rank, directions))

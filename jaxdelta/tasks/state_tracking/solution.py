@@ -1,16 +1,18 @@
-"""A model that solves the word problem of a group, written down and not trained.
+"""A model that solves the word problem of a group by construction, without training.
 
-For a representation rho every token's steps are the reflections whose product is rho(x), and it writes v_j = C^T k_j:
+For a representation rho, the Householder steps of token x are the reflections whose product is rho(x), and step j writes
+v_j = C^T k_j:
 
     S_t - C = rho(x_t) (S_{t-1} - C),   S_0 = 0,   so   S_t = C - rho(target_t) C,   C = c I
 
-A query q that no element but the identity fixes reads c (q - rho(target)^T q): another direction for each element, of which
-the largest inner product names it, and zero for the identity, which a second head names that always reads the same. So
-n_h = max rank(rho(g) - I) suffices for one layer, as few as ``predicted_householder(group)`` for the minimal rho.
+A query q that only the identity fixes reads c (q - rho(target)^T q). This is zero for the identity and has a direction of
+its own for every other element, so the largest inner product with these directions names the element. A second head, which
+always reads the same number, names the identity. So one layer with n_h = max rank(rho(g) - I) suffices, and for the minimal
+rho this is ``predicted_householder(group)``.
 
-The activation of keys and values is never below -0.28, so both are small before their norm, and its eps takes
-1e-6 / ||.||^2 of a key's length: with beta = 2, which f32 reaches, an eigenvalue is -1 + 1e-5 or so, and the solution
-fades over some ten thousand tokens.
+The activation of keys and values is never below -0.28, so both are small before the norm, whose eps reduces the squared
+length of a key by about 1e-6 / ||.||^2. With beta = 2, which f32 reaches, an eigenvalue is about -1 + 1e-5, and the
+solution fades over some ten thousand tokens.
 """
 
 import jax
@@ -24,18 +26,19 @@ from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.models.delta_lm import DeltaLM
 from jaxdelta.ops.reflections import reflections
 
-SMALL = 0.2  # largest entry of keys and values before their norm: silu gives any number from -0.278 up
+SMALL = 0.2  # largest entry of keys and values before their norm; silu takes all values above -0.278
 OFF, ON = -200.0, 200.0  # before the sigmoid of beta
 
 
 def solution(group: Group, representation: Representation | None = None) -> DeltaLM:
-    """A one-layer model of two heads that names every prefix product; its n_h is what the representation needs.
+    """A one-layer model with two heads that names every prefix product; its n_h is max rank(rho(g) - I).
 
     Args:
-        representation: faithful, of ``generated(group)``; None is the minimal one.
+        group: whose alphabet the tokens are from.
+        representation: a faithful one of ``generated(group)``; None is the minimal one.
 
     Raises:
-        ValueError: the representation is not faithful, or not of that group.
+        ValueError: the representation is not faithful, or is of another group.
     """
     elements = np.array(sorted(shortest_words(group)))
     rho = minimal_representation(group) if representation is None else representation
@@ -54,10 +57,10 @@ def solution(group: Group, representation: Representation | None = None) -> Delt
 
 
 def _config(elements: int, dimension: int, steps: int, shortest: float) -> DeltaLMConfig:
-    """The residual stream holds the token, what the first head reads, and what the second does.
+    """Sizes; the residual stream holds the token, the output of the first head, and that of the second.
 
-    The eps of the norm is the mean square of the shortest reading, c ||q - rho^T q|| / sqrt(K), so that what rounding
-    leaves of the identity's stays small.
+    The eps of the norm is the mean square of the shortest output, c ||q - rho^T q|| / sqrt(K), so that rounding errors in
+    the output of the identity, which should be zero, stay small.
     """
     return DeltaLMConfig(
         family="gated_deltaproduct",
@@ -79,13 +82,13 @@ def _config(elements: int, dimension: int, steps: int, shortest: float) -> Delta
 
 
 def _blank(config: DeltaLMConfig) -> DeltaLM:
-    """A model whose matrices are zero and whose norms do not scale."""
+    """A model whose matrices are zero and whose norms have scale one."""
     graphdef, params = nnx.split(nnx.eval_shape(lambda: DeltaLM(config)))
     return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.full(x.shape, 1.0 if x.ndim == 1 else 0.0, x.dtype), params))
 
 
 def _set_steps(model: DeltaLM, letters: dict[int, list[np.ndarray]]) -> None:
-    """Steps of every token: the reflections of its letter, and in the second head one that writes a constant."""
+    """Set the steps of every token: the reflections of its letter, and in the second head a constant write."""
     c, mixer = model.config, model.layers[0].mixer
     shape = (c.vocab_size, c.num_householder, 2)
     keys, values, beta = np.zeros((*shape, c.key_dim)), np.zeros((*shape, c.value_dim)), np.full(shape, OFF)
@@ -102,7 +105,7 @@ def _set_steps(model: DeltaLM, letters: dict[int, list[np.ndarray]]) -> None:
 
 
 def _set_readout(model: DeltaLM, query: np.ndarray, chords: np.ndarray, elements: np.ndarray) -> None:
-    """Queries, the same for every token, and the head's inner products with what each element reads."""
+    """Set the queries, the same for every token, and the head's inner products with the output of each element."""
     c, mixer = model.config, model.layers[0].mixer
     q = np.zeros((c.vocab_size, 2, c.key_dim))
     q[:, 0], q[:, 1, 0] = query * SMALL / np.abs(query).max(), SMALL
@@ -120,7 +123,7 @@ def _set_readout(model: DeltaLM, query: np.ndarray, chords: np.ndarray, elements
 
 
 def _set_by_token(model: DeltaLM, weight: nnx.Param, before: np.ndarray) -> None:
-    """Set a projection so that it gives ``before`` [Y, ...] for each token, of which the norm leaves ``length``."""
+    """Set a projection so that it gives ``before`` [Y, ...] for the normalised embedding of each token."""
     c = model.config
     length = 1 / np.sqrt(1 / c.width + c.norm_eps)
     columns = before.reshape(c.vocab_size, -1).T / length
@@ -128,7 +131,7 @@ def _set_by_token(model: DeltaLM, weight: nnx.Param, before: np.ndarray) -> None
 
 
 def _query(rho: Representation, candidates: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """Of some unit queries that whose chords q - rho(g)^T q point furthest apart, and these; zero for the identity."""
+    """The random unit query whose chords q - rho(g)^T q point furthest apart, and its chords, zero for the identity."""
 
     def chords(q: np.ndarray) -> np.ndarray:
         return np.where(rho.kernel[:, None], 0, q - q @ rho.matrices)
@@ -149,7 +152,7 @@ def _shortest(chords: np.ndarray) -> float:
 
 
 def _before_silu(x: np.ndarray) -> np.ndarray:
-    """Where silu gives x, on its rising side, by bisection."""
+    """The argument at which silu, on its rising side, equals x; by bisection."""
     low, high = np.full_like(x, -1.27), np.full_like(x, 1.27)
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,11 +1,11 @@
-"""The word problem: read elements of a group, name the product of all read so far.
+"""The word problem: read elements of a group, and name the product of all elements so far.
 
     target_t = x_t target_{t-1},   target_0 = the identity
 
-The newest element stands on the left, as the newest transition does in a recurrent state, S_t = A(x_t) S_{t-1} + ..., so a
-memory that solves the task by a representation has A(g) A(h) = A(g h). Tokens and targets are element numbers, whatever
-the alphabet. Over Z2 the task is parity, over Z_m counting modulo m. Source: the word problems of Siems, Carstensen, Zela,
-Hutter, Pontil, Grazzi, "DeltaProduct", arXiv 2502.10297.
+The newest element stands on the left, like the newest transition in a recurrence, S_t = A(x_t) S_{t-1} + ..., so a state
+that solves the task by a representation has A(g) A(h) = A(g h). Tokens and targets are element numbers for every alphabet.
+Over Z2 the task is parity, over Z_m counting modulo m. Source: the word problems of Siems, Carstensen, Zela, Hutter,
+Pontil, Grazzi, "DeltaProduct", arXiv 2502.10297.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jaxdelta.groups.tables import Group
 
 
 class Words(NamedTuple):
-    """Words and what a model should say after each letter.
+    """Words, and the right answer after each letter.
 
     Attributes:
         tokens: Int[B T], element numbers.
@@ -30,7 +30,7 @@ class Words(NamedTuple):
 
 
 def words(group: Group, *, count: int, length: int, seed: int | Sequence[int]) -> Words:
-    """``count`` words of independent, uniform letters of the alphabet; the same for the same arguments.
+    """``count`` words of ``length`` independent, uniform letters of the alphabet; reproducible by ``seed``.
 
     Raises:
         ValueError: ``count`` or ``length`` is below 1.
@@ -43,10 +43,10 @@ def words(group: Group, *, count: int, length: int, seed: int | Sequence[int]) -
 
 
 def prefix_products(group: Group, tokens: Int[np.ndarray, "*batch T"]) -> Int[np.ndarray, "*batch T"]:
-    """The target after each token.
+    """The product of all tokens so far, after each token.
 
     Raises:
-        ValueError: a token is no element of the group.
+        ValueError: a token is not an element of the group.
     """
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(group):
         raise ValueError(
