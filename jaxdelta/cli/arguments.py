@@ -68,7 +68,7 @@ def add_document_arguments(command: argparse.ArgumentParser, out: str, call: Cal
     add_revision(command)
 
 
-def opened(arguments: argparse.Namespace, name: str) -> tuple[Path, Decoder, list[Document]]:
+def inputs_of(arguments: argparse.Namespace, name: str) -> tuple[Path, Decoder, list[Document]]:
     """The results folder, the model and the documents for the command ``name``.
 
     Raises:

@@ -4,7 +4,7 @@ import argparse
 
 from jaxdelta.analysis.transitions.claims import ledger
 from jaxdelta.analysis.transitions.ledger import ledger_of
-from jaxdelta.cli.arguments import MODEL_HELP, SEED, add_document_arguments, add_parameter, opened
+from jaxdelta.cli.arguments import MODEL_HELP, SEED, add_document_arguments, add_parameter, inputs_of
 from jaxdelta.cli.progress import RUNNING, follow, progress
 from jaxdelta.report.terminal import Terminal
 
@@ -58,7 +58,7 @@ def _claims_ledger(arguments: argparse.Namespace, console: Terminal) -> None:
 def _model_ledger(arguments: argparse.Namespace, console: Terminal) -> None:
     from jaxdelta.report import transitions as report
 
-    out, model, documents = opened(arguments, "ledger")
+    out, model, documents = inputs_of(arguments, "ledger")
     with progress(console) as bar:
         found = ledger_of(
             model,

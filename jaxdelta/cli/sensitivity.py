@@ -4,7 +4,7 @@ import argparse
 
 from jaxdelta.analysis.sensitivity import validation
 from jaxdelta.analysis.sensitivity.maps import sensitivity_maps
-from jaxdelta.cli.arguments import SEED, add_parameter, add_run_arguments, default_of, opened
+from jaxdelta.cli.arguments import SEED, add_parameter, add_run_arguments, default_of, inputs_of
 from jaxdelta.cli.progress import RUNNING, follow, progress
 from jaxdelta.report.terminal import Terminal
 
@@ -58,7 +58,7 @@ def sensitivity_command(arguments: argparse.Namespace, console: Terminal) -> Non
         directions = default_of(validation.removals, "directions")
     if directions < 0:
         raise ValueError(f"--directions is {directions}; expected at least 1, or 0 for all")
-    out, model, documents = opened(arguments, "sensitivity")
+    out, model, documents = inputs_of(arguments, "sensitivity")
     with progress(console) as bar:
         maps = sensitivity_maps(
             model,

@@ -3,7 +3,7 @@
 import argparse
 
 from jaxdelta.analysis.sweep import sweep
-from jaxdelta.cli.arguments import add_parameter, add_run_arguments, opened, ranks
+from jaxdelta.cli.arguments import add_parameter, add_run_arguments, inputs_of, ranks
 from jaxdelta.cli.progress import RUNNING, follow, progress
 from jaxdelta.report.terminal import Terminal
 
@@ -51,7 +51,7 @@ def sweep_command(arguments: argparse.Namespace, console: Terminal) -> None:
     """Run a sweep, write its figures and print its table."""
     from jaxdelta.report import sweep as report
 
-    out, model, documents = opened(arguments, "sweep")
+    out, model, documents = inputs_of(arguments, "sweep")
     kept = arguments.ranks or [r for r in DEFAULT_RANKS if r < model.config.max_rank]
     with progress(console) as bar:
         rows = sweep(

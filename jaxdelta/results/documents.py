@@ -26,7 +26,7 @@ from jaxdelta.runs.segments import check_tokens
 
 Documents = Sequence[str | np.ndarray | Sequence[int] | Document] | Mapping[str, str | np.ndarray | Sequence[int]]
 Progress = Callable[[int, int], None]
-Part = TypeVar("Part", pa.Table, xr.Dataset)
+Finished = TypeVar("Finished", pa.Table, xr.Dataset)
 
 
 class Item(NamedTuple):
@@ -110,12 +110,12 @@ def of_document(document: Document, **rest: Any) -> tuple:
 
 def worked(
     items: Sequence[Item],
-    work: Callable[[list[Any], Progress], list[Part]],
+    work: Callable[[list[Any], Progress], list[Finished]],
     *,
     results: Results | None = None,
     at_once: int = 1,
     progress: Progress = lambda done, total: None,
-) -> list[Part]:
+) -> list[Finished]:
     """The result of ``work`` for every item, in order.
 
     Args:
@@ -126,7 +126,7 @@ def worked(
         progress: called with the cost done and the total cost.
     """
     total, done = sum(item.cost for item in items), 0
-    found: dict[tuple, Part] = {}
+    found: dict[tuple, Finished] = {}
     for unit in _units(items, at_once, results):
         cost, before = sum(item.cost for item in unit.items), done
         parts = None if results is None else results.parts(unit.part, len(unit.items))

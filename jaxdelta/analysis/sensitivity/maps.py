@@ -427,10 +427,15 @@ def tail_gate(maps: xr.Dataset) -> xr.DataArray:
 
 
 def tail_fisher(maps: xr.Dataset) -> xr.DataArray:
-    """Fisher information of one gate on all directions beyond the first r, over ``rank``; ``maps`` must have samples.
+    """Fisher information of one gate on all directions beyond the first r, over ``rank``.
 
     Gates are summed within a sample before squares are taken.
+
+    Raises:
+        ValueError: ``maps`` have no samples.
     """
+    if "gate_sample" not in maps:
+        raise ValueError("maps have no samples, and no Fisher part: take samples of at least 1 and a loss of words")
     return (_tail(maps.gate_sample) ** 2).mean("sample") / maps.scored
 
 

@@ -460,6 +460,8 @@ def test_documents_without_a_boundary_are_left_out_and_named(tmp_path):
     texts = {"a": TEXT, "short": TEXT[: SEGMENT + 1], "shorter": TEXT[:2]}
     alone = first_order({"a": TEXT})
     assert alone.attrs["without_boundary"] == []
+    with pytest.raises(ValueError, match="maps have no samples"):
+        tail_fisher(alone)
     together = first_order(texts)
     assert together.attrs["without_boundary"] == ["short", "shorter"]
     xr.testing.assert_equal(together, alone)
