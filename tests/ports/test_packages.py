@@ -1,10 +1,10 @@
-"""Versions of the references' packages: untested ones are refused, missing ones named, wrong gradients refused."""
+"""Versions of the references' packages: untested ones are refused, missing ones named."""
 
 import importlib.metadata
 
 import pytest
 
-from ports.packages import UnusableReference, check_triton_gradients, check_versions, untested
+from ports.packages import UnusableReference, check_versions, untested
 
 
 def test_versions(monkeypatch):
@@ -23,28 +23,3 @@ def test_a_missing_package_is_named(monkeypatch, any_version):
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(UnusableReference, match=r"transformers is missing; 5\.24\.0 was tested\. Install it with pip"):
         check_versions("transformers", any_version=any_version)
-
-
-@pytest.mark.parametrize(
-    "version, capability, refused",
-    [
-        ("3.3.1", (9, 0), False),
-        ("3.4.0", (9, 0), True),
-        ("3.6.0", (9, 0), True),
-        ("3.7.0", (9, 0), True),
-        ("3.7.1", (9, 0), False),
-        ("3.6.0", (8, 0), False),
-        ("3.6.0", (10, 0), False),
-        ("3.6.0", None, False),
-    ],
-)
-def test_triton_gradients(monkeypatch, version, capability, refused):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    if not refused:
-        return check_triton_gradients()
-    with pytest.raises(UnusableReference, match="wrong gradients"):
-        check_triton_gradients()
