@@ -166,8 +166,8 @@ def test_a_kill_between_writing_and_renaming_leaves_no_file_under_its_name(tmp_p
 
 def test_half_written_files_of_a_killed_run_are_no_parts(tmp_path):
     filled(tmp_path, 0)
-    for name in ("manifest.json.1234.partial", "rows.csv.1234.partial", "parts/0001.parquet.1234.partial"):
-        (tmp_path / name).write_bytes(b"PAR1 half")
+    for name in ("manifest.json", "rows.csv", "parts/0001.parquet"):
+        (tmp_path / f"{name}.{results.host()}.4194304-0.partial").write_bytes(b"PAR1 half")
     again = filled(tmp_path)
     assert read(again, 1) is None
     assert finish(again, 1).equals(rows(0))
@@ -176,7 +176,7 @@ def test_half_written_files_of_a_killed_run_are_no_parts(tmp_path):
 
 def test_a_run_killed_before_its_first_manifest_can_start_again(tmp_path):
     (tmp_path / "parts").mkdir()
-    (tmp_path / "manifest.json.1234.partial").write_text("{")
+    (tmp_path / f"manifest.json.{results.host()}.4194304-0.partial").write_text("{")
     assert read(Results(tmp_path, CONFIGURATION), 0) is None
 
 
@@ -272,8 +272,8 @@ def test_a_kill_between_writing_and_renaming_leaves_no_labelled_part(tmp_path, m
 def test_half_written_labelled_parts_of_a_killed_run_are_removed_in_the_end(tmp_path):
     """But not those of a process that lives."""
     made = filled(tmp_path)
-    alive = f"0002.zarr.{os.getpid()}.partial"
-    for name in ("0001.zarr.4194304.partial", alive):
+    alive = f"0002.zarr.{results.host()}.{os.getpid()}-0.partial"
+    for name in (f"0001.zarr.{results.host()}.4194304-0.partial", alive):
         arrays(1).to_zarr(tmp_path / "parts" / name, consolidated=False, zarr_format=2)
     assert read(made, 1) is None
     made.finished()

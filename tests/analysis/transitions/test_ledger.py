@@ -148,7 +148,7 @@ def test_keys_strengths_and_decays_are_those_that_the_model_applies(models, name
         nnx.update(wide, jax.tree.map(lambda x: x.astype(jnp.float64), nnx.state(model)))
         before, after = difference(wide, document.tokens)
         parts = list(_rule_inputs(wide, document, 8, 24))
-    k, beta, g = (np.concatenate([part[i][0] for part in parts]) for i in range(3))
+    k, beta, g = (np.concatenate([layers[0][i] for layers in parts]) for i in range(3))
     assert (k.shape[0], beta.shape[0], len(g)) == (23 * model.config.num_householder,) * 2 + (23,)
     window = product(np.moveaxis(k, 0, 1), beta.T)
     P = np.eye(k.shape[-1]) - (
