@@ -38,10 +38,10 @@ def net():
     return tiny.model()
 
 
-@pytest.mark.parametrize(("name", "value"), [("jax_debug_nans", True), ("jax_check_tracer_leaks", True)])
-def test_a_sweep_and_maps_under_other_settings(name, value):
-    with setting(name, value):
-        assert np.isfinite(jd.sweep(net(), TEXTS, ranks=(1,), segment=SEGMENT)["loss"].to_numpy()).all()
+@pytest.mark.parametrize("name", ["jax_debug_nans", "jax_check_tracer_leaks"])
+def test_maps_under_other_settings(name):
+    """They run what a sweep runs, and more."""
+    with setting(name, True):
         maps = jd.sensitivity(net(), TEXTS[0], SEGMENT, samples=1, intervention=jd.Truncate(2))
         assert np.isfinite(maps.gate).all()
 
