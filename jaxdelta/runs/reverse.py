@@ -70,6 +70,11 @@ class Tape(NamedTuple):
             raise ValueError(f"boundary is {boundary}, in tokens seen; the text has boundaries {found}")
         return index
 
+    def check_untouched(self) -> None:
+        """Raise ValueError unless the tape is of one text, without an intervention and without edits."""
+        if len(self.text.lengths) != 1 or self.intervention is not None or self.edits:
+            raise ValueError("worlds branch off from one text without an intervention and without edits")
+
     def arriving(self, index: int) -> Carry:
         """The carry before the intervention at the start of segment ``index`` >= 1; needs a recorded intervention."""
         start = self.starts[index]
@@ -171,8 +176,7 @@ def branch(tape: Tape, index: int, S: Float[Array, "L X H K V"]) -> tuple[Text, 
         ValueError: the tape holds several texts, edits, or an intervention, whose memory fits only the recorded world.
     """
     text = tape.text
-    if len(text.lengths) != 1 or tape.intervention is not None or tape.edits:
-        raise ValueError("worlds branch off from one text without an intervention and without edits")
+    tape.check_untouched()
     worlds, at, begin = S.shape[1], tape.starts[index].recurrent, index * text.segment
 
     def repeated(x):

@@ -321,6 +321,7 @@ def test_worlds_branch_off_from_one_untouched_text_alone(net):
     for tape in (
         recorded(net, TOKENS, lengths=LENGTHS),
         recorded(net, TOKENS[:1], lengths=LENGTHS[:1], intervention=cut()),
+        recorded(net, TOKENS[:1], lengths=LENGTHS[:1])._replace(edits=(jd.Edit("beta", jd.multiplied, values=0.5),)),
     ):
         with pytest.raises(ValueError, match="one text without an intervention"):
             branch(tape, 1, tape.starts[1].recurrent.S)

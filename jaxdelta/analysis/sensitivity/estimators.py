@@ -41,11 +41,10 @@ def gauss_newton(
         boundary: in tokens seen.
 
     Raises:
-        ValueError: the text has no such boundary, or a layer is not linear.
+        ValueError: the text has no such boundary, a layer is not linear, or the tape has an intervention or edits.
     """
     params, segment = nnx.state(model), tape.text.segment
-    if tape.intervention is not None or tape.edits:
-        raise ValueError("tangents are pushed through a text without an intervention and without edits")
+    tape.check_untouched()
     program = Program(model.config, model.implementation, (HiddenStates(),), ())
     begin, S = tape.segment_at(boundary), tape.states_at(boundary)
     tails = tape.starts[begin].recurrent.tails
@@ -117,8 +116,9 @@ def exact_local(
         boundary: in tokens seen.
 
     Raises:
-        ValueError: the text has no such boundary, or a layer is not linear.
+        ValueError: the text has no such boundary, a layer is not linear, or the tape has an intervention or edits.
     """
+    tape.check_untouched()
     found = np.zeros(len(directions))
     by_index = {p.index: p for p in pulled}
     layers, in_layer, _ = places(model.config, directions)
@@ -162,7 +162,7 @@ def integrated_gradients(
         boundary: in tokens seen.
 
     Raises:
-        ValueError: the text has no such boundary, a layer is not linear, or the tape has an intervention.
+        ValueError: the text has no such boundary, a layer is not linear, or the tape has an intervention or edits.
     """
     begin, S = tape.segment_at(boundary), tape.states_at(boundary)
     terms = direction_terms(model.config, S, directions)

@@ -327,11 +327,11 @@ def _dataset(model, tape: Tape, collected: _Collected, count: np.ndarray, loss: 
 
     per_head, per_token = ("document", "boundary", "layer", "head"), ("document", "token", "layer", "head")
     sigma = collected.at_boundaries(np.moveaxis(collected.stacked("sigma"), (0, 1, 2), (1, 2, 0)))
-    sizes = np.array([max(sizes.key_dim, sizes.value_dim) for sizes in c.linear_sizes], np.float32)
+    longer_sides = np.array([max(sizes.key_dim, sizes.value_dim) for sizes in c.linear_sizes], np.float32)
     beta = first_order(collected.by_token("beta", n))
     found: dict[str, tuple] = {
         "sigma": ((*per_head, "direction"), sigma),
-        "below_rounding": ((*per_head, "direction"), below_rounding(sigma, sizes[:, None, None])),
+        "below_rounding": ((*per_head, "direction"), below_rounding(sigma, longer_sides[:, None, None])),
         "loss": (("document",), collected.stacked("values").sum(axis=(0, 2), dtype=np.float64) / count),
         "scored": (("document",), count),
         "g_sensitivity": (per_token, first_order(collected.by_token("g", 1)[..., 0])),

@@ -156,14 +156,13 @@ def _check(config: DecoderConfig, segment: int, windows: Sequence[int]) -> None:
 
 
 def _of_document(model, document: Document, segment: int, windows: Sequence[int], max_length: int, progress) -> xr.Dataset:
-    c, T = model.config, len(document.tokens)
+    c, T, n = model.config, len(document.tokens), model.config.num_householder
     streams = window_streams(c, windows)
     whole = np.unique(np.linspace(0, T - 1, -(-TAKEN_WHOLE // len(c.heads))).astype(int))
     tokens, defect = [], [np.zeros(sizes.num_value_heads) for sizes in c.linear_sizes]
     for index, layers in enumerate(_rule_inputs(model, document, segment, max_length)):
         of_layers = []
         for layer, (k, beta, g) in enumerate(layers):
-            n = c.linear_sizes[layer].num_householder
             streams[layer].add(k, beta, g)
             of_layers.append(measures(k, beta, g, n))
             for t in whole[(whole >= index * segment) & (whole < (index + 1) * segment)] - index * segment:
