@@ -53,11 +53,9 @@ def sensitivity_command(arguments: argparse.Namespace, console: Terminal) -> Non
     for option in ("directions", "costly_estimators"):
         if getattr(arguments, option) not in (None, False) and not arguments.validate:
             raise ValueError(f"--{option.replace('_', '-')} is for --validate, which measures removals")
-    directions = arguments.directions
-    if directions is None:
-        directions = default_of(validation.removals, "directions")
-    if directions < 0:
-        raise ValueError(f"--directions is {directions}; expected at least 1, or 0 for all")
+    chosen = {} if arguments.directions is None else {"directions": arguments.directions}
+    if arguments.directions is not None and arguments.directions < 0:
+        raise ValueError(f"--directions is {arguments.directions}; expected at least 1, or 0 for all")
     out, model, documents = inputs_of(arguments, "sensitivity")
     with progress(console) as bar:
         maps = sensitivity_maps(
@@ -80,7 +78,7 @@ def sensitivity_command(arguments: argparse.Namespace, console: Terminal) -> Non
                 model,
                 documents,
                 maps,
-                directions=directions,
+                **chosen,
                 costly_estimators=arguments.costly_estimators,
                 seed=arguments.seed,
                 out=removals,

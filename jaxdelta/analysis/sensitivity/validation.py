@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import scipy  # loads stats where it is used: every command would wait for it
 import xarray as xr
-from scipy import stats
 
 from jaxdelta.analysis.sensitivity import ablation, estimators
 from jaxdelta.analysis.sensitivity.ablation import Direction
@@ -365,7 +365,7 @@ def _jackknife(value: Sequence[float], left_out: Sequence[Sequence[float]], unit
         return [np.full(len(METRICS), np.nan)] * 2
     spread = np.asarray(left_out, np.float64)
     error = np.sqrt((n - 1) / n * np.sum((spread - spread.mean(axis=0)) ** 2, axis=0))
-    reach = stats.t.ppf(0.975, n - 1) * np.where([metric in STEPS for metric in METRICS], np.nan, error)
+    reach = scipy.stats.t.ppf(0.975, n - 1) * np.where([metric in STEPS for metric in METRICS], np.nan, error)
     lowest, highest = np.array([RANGES[metric] for metric in METRICS]).T
     return [
         np.clip(np.asarray(value) + sign * reach, lowest, np.where(np.isnan(highest), units, highest)) for sign in (-1, 1)
@@ -394,7 +394,7 @@ def _metrics(predicted: np.ndarray, measured: np.ndarray, top: int) -> tuple[flo
     if not np.isfinite([*predicted, *measured]).all() or not measured.any():
         return (np.nan,) * len(METRICS)  # no measured effect to compare with
     constant = np.ptp(predicted) == 0 or np.ptp(measured) == 0
-    spearman = np.nan if constant else stats.spearmanr(predicted, measured).statistic
+    spearman = np.nan if constant else scipy.stats.spearmanr(predicted, measured).statistic
     pearson = np.nan if constant else np.corrcoef(predicted, measured)[0, 1]
     true = set(np.argsort(-measured, kind="stable")[:top].tolist())
     order = np.argsort(-predicted, kind="stable").tolist()
