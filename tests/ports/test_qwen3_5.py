@@ -13,6 +13,7 @@ from ports.qwen3_5.reference import Reference
 
 LOGITS = 2e-5
 STATES = 2e-5
+LOSS = 1e-5  # relative, in f32: two tokens of a loss of 4.9 gave 1.1e-6, for logits within 2e-5
 GRADIENTS = 1e-4
 SPLITS = ([300], [1, 2, 3, 1, 64, 229], [100, 100, 100], [37, 128, 135])
 
@@ -84,7 +85,7 @@ def test_gradient_of_the_loss_for_every_parameter(pair):
     graphdef, params = nnx.split(model)
     value, grads = jax.jit(jax.value_and_grad(loss))(params)
     leaves = dict(nnx.to_flat_state(grads))
-    assert float(value) == pytest.approx(expected_loss, rel=1e-6)
+    assert float(value) == pytest.approx(expected_loss, rel=LOSS)
     compared = set()
     for entry in qwen3_5.entries(model.config):
         name = entry.name if entry.name == "lm_head.weight" else "model." + entry.name
