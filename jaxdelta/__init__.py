@@ -12,6 +12,7 @@ from jaxdelta.analysis.compare import compare
 from jaxdelta.analysis.sensitivity.importance import head_importance
 from jaxdelta.analysis.sensitivity.maps import sensitivity, sensitivity_maps, tail_effect, tail_fisher, tail_gate
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, OfHidden, OfLogits
+from jaxdelta.analysis.spectrum import spectrum
 from jaxdelta.analysis.sweep import sweep
 from jaxdelta.analysis.transitions.claims import ledger
 from jaxdelta.analysis.transitions.ledger import ledger_of
@@ -96,6 +97,8 @@ __all__ = [  # noqa: RUF022
     "ResultsError",
     "compare",
     "sweep",
+    # measures of the state
+    "spectrum",
     # sensitivities
     "LogitDifference",
     "OfHidden",

@@ -1,6 +1,8 @@
-"""Metrics from token ids and losses."""
+"""Metrics from token ids and losses, and of agreement."""
 
 import numpy as np
+import scipy
+from jaxtyping import Float
 
 
 def copy_mask(tokens: np.ndarray, gap: int = 512) -> np.ndarray:
@@ -24,3 +26,12 @@ def paired_difference(values: np.ndarray, untouched: np.ndarray) -> tuple[float,
     difference = np.asarray(values) - np.asarray(untouched)
     n = len(difference)
     return float(difference.mean()), float(difference.std(ddof=1) / np.sqrt(n)) if n > 1 else float("nan")
+
+
+def spearman(a: Float[np.ndarray, " n"], b: Float[np.ndarray, " n"]) -> float:
+    """Spearman's rank correlation of the pairs that are both finite; NaN if one side is constant or no pair is left."""
+    both = np.isfinite(a) & np.isfinite(b)
+    a, b = a[both], b[both]
+    if not len(a) or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return float("nan")
+    return float(scipy.stats.spearmanr(a, b).statistic)

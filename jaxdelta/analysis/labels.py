@@ -17,6 +17,7 @@ from jaxdelta.models.config import DecoderConfig
 COORDINATES = {
     "document": ("document", "name"),
     "boundary": ("boundary between segments", "tokens seen"),
+    "at": ("where the state is measured: tokens seen, or the end of the document", "label"),
     "segment": ("segment", "index"),
     "token": ("token of the document", "index"),
     "layer": ("layer of the model", "index"),

@@ -5,12 +5,16 @@
     energy rank       the least r with sum_{i<=r} sigma_i^2 >= fraction * sum(sigma^2)
     threshold rank    #{sigma_i > threshold * sigma_1}                 the numerical rank at max(K, V) * eps
 
-All take states [*batch, K, V] and raise ValueError for fewer than two axes. Every rank of a zero state is 0. Where a state
-holds NaN or infinity, its singular values and ranks are NaN, so that it does not count as an empty state; the rest of the
-batch is not affected. Ranks are therefore of a floating dtype; ``.astype(int)`` gives the integers that ``truncate`` takes.
+Each takes states [*batch, K, V] and raises ValueError for fewer than two axes; its companion ``*_of`` takes their singular
+values [*batch, R] instead, descending. Every rank of a zero state is 0. Where a state holds NaN or infinity, its singular
+values and ranks are NaN, so that it does not count as an empty state; the rest of the batch is not affected. Ranks are
+therefore of a floating dtype; ``.astype(int)`` gives the integers that ``truncate`` takes.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxdelta.dims import AnyArray, Matrices, Spectrum, as_matrices, keeps_f64
@@ -39,9 +43,21 @@ def effective_rank_of(sigma: Float[AnyArray, "*batch R"]) -> Float[Array, "*batc
 
 
 @keeps_f64
+def energy_effective_rank_of(sigma: Float[AnyArray, "*batch R"]) -> Float[Array, "*batch"]:
+    """The effective rank with sigma^2 in the place of sigma, which some papers use: 12.9 for 0.9^i, not 25.8."""
+    return effective_rank_of(_relative(jnp.asarray(sigma)) ** 2)
+
+
+@keeps_f64
 def stable_rank(S: Matrices) -> Float[Array, "*batch"]:
     """sum(sigma^2) over the largest sigma^2."""
-    sigma = _spectrum(S)
+    return stable_rank_of(_spectrum(S))
+
+
+@keeps_f64
+def stable_rank_of(sigma: Float[AnyArray, "*batch R"]) -> Float[Array, "*batch"]:
+    """The stable rank of matrices with singular values ``sigma``."""
+    sigma = jnp.asarray(sigma)
     return _of(sigma, jnp.sum(_relative(sigma) ** 2, axis=-1))
 
 
@@ -52,9 +68,15 @@ def energy_rank(S: Matrices, fraction: float) -> Float[Array, "*batch"]:
     Raises:
         ValueError: ``fraction`` is outside (0, 1].
     """
+    return energy_rank_of(_spectrum(S), fraction)
+
+
+@keeps_f64
+def energy_rank_of(sigma: Float[AnyArray, "*batch R"], fraction: float) -> Float[Array, "*batch"]:
+    """The energy rank of matrices with singular values ``sigma``; raises ValueError as :func:`energy_rank`."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction is {fraction}; expected a share of the energy in (0, 1]")
-    sigma = _spectrum(S)
+    sigma = jnp.asarray(sigma)
     p = _relative(sigma)
     held = jnp.cumsum(p * p, axis=-1)
     total = held[..., -1:]
@@ -65,9 +87,21 @@ def energy_rank(S: Matrices, fraction: float) -> Float[Array, "*batch"]:
 def threshold_rank(S: Matrices, threshold: float | None = None) -> Float[Array, "*batch"]:
     """How many singular values exceed ``threshold`` times the largest; None is max(K, V) * eps, the numerical rank."""
     sigma = _spectrum(S)
-    if threshold is None:
-        threshold = max(jnp.shape(S)[-2:]) * float(jnp.finfo(sigma.dtype).eps)
+    return threshold_rank_of(sigma, numerical_threshold(jnp.shape(S), sigma.dtype) if threshold is None else threshold)
+
+
+@keeps_f64
+def threshold_rank_of(
+    sigma: Float[AnyArray, "*batch R"], threshold: float | Float[AnyArray, "..."]
+) -> Float[Array, "*batch"]:
+    """The threshold rank of matrices with singular values ``sigma``."""
+    sigma = jnp.asarray(sigma)
     return _of(sigma, jnp.sum(sigma > threshold * sigma[..., :1], axis=-1))
+
+
+def numerical_threshold(shape: Sequence[int], dtype: DTypeLike) -> float:
+    """The threshold of the numerical rank, max(K, V) * eps, for matrices of ``shape`` [..., K, V] stored in ``dtype``."""
+    return max(shape[-2:]) * float(jnp.finfo(dtype).eps)
 
 
 def _spectrum(S: Matrices) -> Spectrum:

@@ -36,6 +36,7 @@ from jaxdelta.analysis.sensitivity.importance import PARTS, head_sums, michel
 from jaxdelta.analysis.sensitivity.maps import checked
 from jaxdelta.analysis.sensitivity.objectives import objective_of
 from jaxdelta.documents import Document
+from jaxdelta.metrics import spearman
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.results.documents import Documents, Item, of_document, opened, rows_of
 from jaxdelta.runs.reverse import Tape, pull_back, record
@@ -394,14 +395,13 @@ def _metrics(predicted: np.ndarray, measured: np.ndarray, top: int) -> tuple[flo
     if not np.isfinite([*predicted, *measured]).all() or not measured.any():
         return (np.nan,) * len(METRICS)  # no measured effect to compare with
     constant = np.ptp(predicted) == 0 or np.ptp(measured) == 0
-    spearman = np.nan if constant else scipy.stats.spearmanr(predicted, measured).statistic
     pearson = np.nan if constant else np.corrcoef(predicted, measured)[0, 1]
     true = set(np.argsort(-measured, kind="stable")[:top].tolist())
     order = np.argsort(-predicted, kind="stable").tolist()
     hit = len(true.intersection(order[:top])) / top
     cost = max(order.index(unit) for unit in true) + 1
     total = measured.sum()
-    return spearman, pearson, hit, predicted.sum() / total if total else np.nan, float(cost)
+    return spearman(predicted, measured), pearson, hit, predicted.sum() / total if total else np.nan, float(cost)
 
 
 def from_rows(rows: pa.Table) -> list[EffectComparison]:

@@ -1,0 +1,166 @@
+"""Tables, rows and figures of spectra of states. Reads datasets only."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import xarray as xr
+from matplotlib.figure import Figure
+
+from jaxdelta.analysis.spectrum import END, MEASURES, empty_states, over_documents, split_half
+from jaxdelta.report.figure import save_figures
+from jaxdelta.report.sheet import Sheet
+from jaxdelta.results.folder import write_csv
+
+QUARTILES = (0, 0.25, 0.5, 0.75, 1)
+LEAST_SHOWN = 1e-7  # of sigma_1, in figures
+MOST_NAMED = 10  # heads that a legend names
+
+
+def last_place(data: xr.Dataset) -> str:
+    """The place that tables and figures show: the end, or else the largest number of tokens."""
+    return END if END in data["at"].values else str(data["at"].values[-1])
+
+
+def tables(data: xr.Dataset) -> list[Sheet]:
+    """Every measure over heads, and ranks by layer; at the end of documents."""
+    return [measure_table(data), layer_table(data)]
+
+
+def measure_table(data: xr.Dataset) -> Sheet:
+    """Quartiles over heads of each measure's median over documents, its spread over documents and split-half agreement."""
+    at = last_place(data)
+    found, agreement = over_documents(data).sel(at=at), split_half(data).sel(at=at)
+    documents = data.sizes["document"]
+    lowest, highest = (int(f(data["boundary"].sel(at=at))) for f in (np.nanmin, np.nanmax))
+    read = f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}"
+    heads = int(data["frobenius_norm"].sel(at=at).notnull().any("document").sum())
+    view = Sheet(
+        f"States of {heads} heads after {read} tokens, {documents} document{'s' * (documents > 1)}",
+        caption="Over heads, of the median over documents. Spread: max - min over documents, median over heads. Halves: "
+        "Spearman's correlation over heads between two halves of the documents." + _empty(data),
+    )
+    view.add_column("measure", prose=True)
+    for heading in ("min", "25 %", "median", "75 %", "max"):
+        view.add_column(heading, group="over heads")
+    for heading in ("spread", "halves"):
+        view.add_column(heading, group="documents")
+    for name in MEASURES:
+        median, low, high = (found[name].sel(statistic=s).values for s in ("median", "min", "max"))
+        levels = np.nanquantile(median, QUARTILES)
+        spread, halves = np.nanmedian(high - low), float(agreement[name])
+        view.add_row(
+            name.replace("_", " "),
+            *(f"{x:.3g}" for x in levels),
+            f"{spread:.2g}" if documents > 1 else "-",
+            "-" if np.isnan(halves) else f"{halves:.2f}",
+        )
+    return view
+
+
+def _empty(data: xr.Dataset) -> str:
+    found = empty_states(data)
+    if not found:
+        return ""
+    named = ", ".join(f"layer {layer} head {head} of {document} at {at}" for document, at, layer, head in found[:3])
+    return f" {len(found)} states are empty and left out: {named}{', ...' if len(found) > 3 else ''}."
+
+
+def layer_table(data: xr.Dataset) -> Sheet:
+    """Numerical, effective and stable rank of the heads of each layer."""
+    found = over_documents(data).sel(at=last_place(data), statistic="median")
+    view = Sheet("Ranks by layer: least, median and largest of its heads", caption="Each head's median over documents.")
+    view.add_column("layer")
+    for name in ("numerical_rank", "threshold_rank", "effective_rank", "stable_rank"):
+        view.add_column(name.replace("_", " "))
+    for layer in found["layer"].values:
+        cells = []
+        for name in ("numerical_rank", "threshold_rank", "effective_rank", "stable_rank"):
+            low, middle, high = np.nanquantile(found[name].sel(layer=layer).values, (0, 0.5, 1))
+            cells.append(f"{low:.3g}  {middle:.3g}  {high:.3g}")
+        view.add_row(str(layer), *cells)
+    return view
+
+
+def rows(data: xr.Dataset) -> pa.Table:
+    """A row a document, place, layer and head: document, boundary, is_end, layer, linear_layer, head, every measure."""
+    found = []
+    for document in data["document"].values:
+        for at in data["at"].values:
+            here = data.sel(document=document, at=at)
+            if np.isnan(here["boundary"]):
+                continue
+            for layer, linear_layer in zip(data["layer"].values, data["linear_layer"].values, strict=True):
+                there = here.sel(layer=layer)
+                for head in np.flatnonzero(~np.isnan(there["frobenius_norm"].values)):
+                    place = dict(
+                        document=str(document),
+                        boundary=int(here["boundary"]),
+                        is_end=bool(at == END),
+                        layer=int(layer),
+                        linear_layer=int(linear_layer),
+                        head=int(head),
+                    )
+                    found.append(place | {name: float(there[name].values[head]) for name in MEASURES})
+    return pa.Table.from_pylist(found)
+
+
+def figures(data: xr.Dataset) -> dict[str, Figure]:
+    """``spectra``, sigma / sigma_1 of every head, and ``effective_rank`` by layer and head."""
+    return {"spectra": spectra_figure(data), "effective_rank": rank_figure(data)}
+
+
+def spectra_figure(data: xr.Dataset) -> Figure:
+    """A panel a layer, a line a head: the median over documents of sigma / sigma_1, on a log axis."""
+    sigma = data["sigma"].sel(at=last_place(data)).values  # document, layer, head, direction
+    first = sigma[..., :1]
+    ratio = sigma / np.where(first > 0, first, np.nan)
+    layers = data["layer"].values
+    columns = min(4, len(layers))
+    lines = -(-len(layers) // columns)
+    figure = Figure(figsize=(2.4 * columns + 0.8, 2.2 * lines + 0.5), layout="constrained")
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axes in panels[len(layers) :]:
+        axes.set_visible(False)
+    for i, (axes, layer) in enumerate(zip(panels, layers, strict=False)):
+        for head in range(ratio.shape[2]):
+            of_head = ratio[:, i, head]
+            of_head = of_head[~np.isnan(of_head[:, 0])]
+            if len(of_head):
+                middle = np.median(of_head, axis=0)
+                direction = 1 + np.flatnonzero(middle > LEAST_SHOWN)
+                axes.plot(
+                    direction, middle[direction - 1], linewidth=1, color=f"C{head % 10}", alpha=0.8, label=f"head {head}"
+                )
+        axes.set_yscale("log")
+        axes.set_title(f"layer {layer}", fontsize=9)
+    if ratio.shape[2] <= MOST_NAMED:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    figure.supxlabel("singular direction", fontsize=10)
+    figure.supylabel("sigma / largest sigma, median over documents", fontsize=10)
+    return figure
+
+
+def rank_figure(data: xr.Dataset) -> Figure:
+    """Effective rank of every head at the end: median over documents, and the range over documents."""
+    found = over_documents(data)["effective_rank"].sel(at=last_place(data))
+    layers, heads = found["layer"].values, found["head"].values
+    figure = Figure(figsize=(max(6.0, 0.1 * len(layers) * len(heads) + 2), 3.6), layout="constrained")
+    axes = figure.subplots()
+    spacing = len(heads) + 2
+    for i, layer in enumerate(layers):
+        low, middle, high = (found.sel(layer=layer, statistic=s).values for s in ("min", "median", "max"))
+        order = np.argsort(middle)
+        x = i * spacing + np.arange(len(heads))
+        reach = [middle[order] - low[order], high[order] - middle[order]]
+        axes.errorbar(x, middle[order], yerr=reach, fmt="o", markersize=3, linewidth=1, capsize=2, color=f"C{i % 10}")
+    axes.set_xticks(np.arange(len(layers)) * spacing + (len(heads) - 1) / 2, [str(layer) for layer in layers])
+    axes.set_xlabel("layer; its heads in ascending order")
+    axes.set_ylabel("effective rank")
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def write(data: xr.Dataset, folder: Path) -> list[Path]:
+    """Write ``heads.csv``, and the figures as PNG and SVG; returns the files."""
+    return [write_csv(rows(data), folder / "heads.csv"), *save_figures(figures(data), folder)]
