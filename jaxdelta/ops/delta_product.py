@@ -46,7 +46,7 @@ def gated_delta_product(
         ValueError: ``num_householder`` is below 1, k, v or beta do not have T * num_householder entries, g does not have T,
             or other shapes do not fit.
     """
-    g = _decay_of_steps(q, k, v, beta, g, num_householder)
+    g = decay_of_steps(q, k, v, beta, g, num_householder)
     steps = jnp.zeros((*k.shape[:3], q.shape[-1]), q.dtype).at[:, num_householder - 1 :: num_householder].set(q)
     o, S = gated_delta_rule(steps, k, v, g=g, beta=beta, state=state, scale=scale)
     return o[:, num_householder - 1 :: num_householder], S
@@ -74,13 +74,18 @@ def gated_delta_product_chunked(
         TypeError: ``num_householder`` or ``chunk_size`` is not a whole number.
         ValueError: as :func:`gated_delta_product`, or ``chunk_size`` is below 1.
     """
-    g = _decay_of_steps(q, k, v, beta, g, num_householder)
+    g = decay_of_steps(q, k, v, beta, g, num_householder)
     prepared = prepare(q, k, v, g, beta, state, scale)
     return chunked(*prepared, chunk_size=checked_chunk_size(chunk_size), steps=num_householder)
 
 
-def _decay_of_steps(q, k, v, beta, g, n: int):
-    """g of every step: the token's decay at its first step, zero at the others. Checks shapes."""
+def decay_of_steps(q, k, v, beta, g, n: int):
+    """g of every step: the token's decay at its first step, zero at the others.
+
+    Raises:
+        TypeError: ``n`` is not a whole number.
+        ValueError: ``n`` is below 1, or shapes do not fit.
+    """
     if whole_number("num_householder", n) < 1:
         raise ValueError(f"num_householder is {n}; expected at least 1")
     if np.ndim(q) != 4:

@@ -168,7 +168,7 @@ def chunked(
 
     index = jnp.arange(C * steps)
     below = index[:, None] > index[None]
-    sums = _segment_sums(g)
+    sums = segment_sums(g)
     D = jnp.exp(sums)
     gamma = jnp.exp(sums[..., :1] + g[..., :1, None])
     kk = jnp.einsum("nbhik,nbhjk->nbhij", k, k, precision=HIGHEST)
@@ -201,7 +201,7 @@ def _split_chunks(x: Array, C: int) -> Array:
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 3)
 
 
-def _segment_sums(g: Float[Array, "*batch C"]) -> Float[Array, "*batch C C"]:
+def segment_sums(g: Float[Array, "*batch C"]) -> Float[Array, "*batch C C"]:
     """Entry (i, j) is the sum of g over j < t <= i; minus infinity above the diagonal."""
     index = jnp.arange(g.shape[-1])
     upto, below = index[:, None] >= index[None], index[:, None] > index[None]

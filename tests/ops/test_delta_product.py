@@ -213,7 +213,7 @@ def test_an_input_that_alone_does_not_fit_is_named(name):
     x = product_inputs(21, 3, T=5, dtype=jnp.float32)
     x[name] = x[name][:, :1]
     with pytest.raises(ValueError, match=f"{name} has 1 .*; expected .*5 tokens"):
-        op._decay_of_steps(x["q"], x["k"], x["v"], x["beta"], x["g"], 3)
+        op.decay_of_steps(x["q"], x["k"], x["v"], x["beta"], x["g"], 3)
 
 
 def test_empty_chunks_are_refused():
