@@ -30,7 +30,7 @@ def test_outputs_are_reads_of_the_state_before_and_of_the_spans_own_values(keys,
 
 
 def test_the_attention_is_causal_and_a_token_reads_its_own_write(x64):
-    q, k, v, g, beta, _ = inputs(11, 2, jnp.float64)
+    q, k, _, g, beta, _ = inputs(11, 2, jnp.float64)
     A = np.asarray(reads(q, k, g=g, beta=beta, num_householder=2).attention)
     token, write = np.arange(11)[:, None], np.arange(22)[None] // 2
     assert (A[..., write > token] == 0).all()
