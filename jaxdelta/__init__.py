@@ -33,6 +33,7 @@ from jaxdelta.ops.nearest_product import nearest_product
 from jaxdelta.ops.reflections import reflections
 from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, stable_rank, threshold_rank
 from jaxdelta.results.folder import ResultsError
+from jaxdelta.runs.hooks import HookPoint, hook_names, run_with_cache, run_with_hooks
 from jaxdelta.runs.interventions import (
     Filter,
     Noise,
@@ -92,6 +93,11 @@ __all__ = [  # noqa: RUF022
     "multiplied",
     "substituted",
     "Named",
+    # the same under TransformerLens's names
+    "HookPoint",
+    "hook_names",
+    "run_with_cache",
+    "run_with_hooks",
     # many documents, kept in a results folder
     "Document",
     "ResultsError",

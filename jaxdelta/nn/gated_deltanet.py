@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxdelta.dims import along_last, linear
-from jaxdelta.nn.mixer import LinearMixer
+from jaxdelta.nn.mixer import LayerTap, LinearMixer
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.nn.sizes import LinearSizes
 from jaxdelta.ops.delta_rule import bounded
@@ -49,24 +49,25 @@ class GatedDeltaNet(LinearMixer):
         """Filters of the convolution."""
         return self.conv[...]
 
-    def heads(self, qkv: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
+    def heads(self, qkv: Float[Array, "B T E"], tap: LayerTap) -> tuple[Array, Array, Array]:
         """q and k, l2-normalised and repeated to the value heads, [B, T, H, K], and v [B, T, H, V]."""
         c = self.sizes
         at = c.num_key_heads * c.key_dim
         q, k, v = jnp.split(jax.nn.silu(qkv), (at, 2 * at), axis=-1)
         groups = c.num_value_heads // c.num_key_heads
-        q, k = (jnp.repeat(l2norm(a.reshape(*a.shape[:2], -1, c.key_dim)), groups, axis=2) for a in (q, k))
+        q, k = (tap(name, a.reshape(*a.shape[:2], -1, c.key_dim)) for name, a in (("q_unnormed", q), ("k_unnormed", k)))
+        q, k = (jnp.repeat(l2norm(a), groups, axis=2) for a in (q, k))
         return q, k, v.reshape(*v.shape[:2], -1, c.value_dim)
 
-    def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
+    def gates(self, x: Float[Array, "B T D"], tap: LayerTap) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
         """beta in (0, 1) and g <= 0, in f32 or wider."""
         wide = self.A_log[...].dtype
-        beta = jax.nn.sigmoid(linear(x, self.in_b[...], dtype=wide))
+        beta = jax.nn.sigmoid(tap("beta_logit", linear(x, self.in_b[...], dtype=wide)))
         return beta, log_decay(linear(x, self.in_a[...], dtype=wide), self.A_log[...], self.dt_bias[...])
 
-    def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
+    def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"], tap: LayerTap) -> Float[Array, "B T H V"]:
         """``o`` of each head after its norm, times the gate."""
-        z = linear(x, self.in_z[...]).reshape(o.shape)
+        z = tap("z", linear(x, self.in_z[...]).reshape(o.shape))
         return gated_rms_norm(o, self.norm[...], z, eps=self.sizes.norm_eps)
 
 

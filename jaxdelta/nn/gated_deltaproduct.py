@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxdelta.dims import accumulation_dtype, linear
 from jaxdelta.nn.gated_deltanet import decay_parameters, log_decay
-from jaxdelta.nn.mixer import LinearMixer
+from jaxdelta.nn.mixer import LayerTap, LinearMixer
 from jaxdelta.nn.parameters import constant, normal
 from jaxdelta.nn.sizes import LinearSizes
 from jaxdelta.ops.norms import gated_rms_norm, l2norm, rms_norm
@@ -58,13 +58,13 @@ class GatedDeltaProduct(LinearMixer):
             return jnp.ones((self.sizes.conv_channels, 1), self.q[...].dtype)
         return jnp.concatenate([w[...] for w in (self.conv_q, self.conv_k, self.conv_v)])
 
-    def heads(self, qkv: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
+    def heads(self, qkv: Float[Array, "B T E"], tap: LayerTap) -> tuple[Array, Array, Array]:
         """q [B, T, H, K] and k [B, P, H, K], normalised and repeated to the value heads, and v [B, P, H, V]."""
         c, n = self.sizes, self.sizes.num_householder
         B, T, _ = qkv.shape
         q, k, v = jnp.split(qkv, (c.num_key_heads * c.key_dim, (1 + n) * c.num_key_heads * c.key_dim), axis=-1)
-        q, k = (self._normalised(ACTIVATIONS[c.qk_activation](x).reshape(B, T, -1, c.key_dim)) for x in (q, k))
-        k = k.reshape(B, T * n, c.num_key_heads, c.key_dim)
+        q, k = (ACTIVATIONS[c.qk_activation](x).reshape(B, -1, c.num_key_heads, c.key_dim) for x in (q, k))
+        q, k = self._normalised(tap("q_unnormed", q)), self._normalised(tap("k_unnormed", k))
         groups = c.num_value_heads // c.num_key_heads
         q, k = (jnp.repeat(x, groups, axis=2) for x in (q, k))
         return q, k, jax.nn.silu(v).reshape(B, T * n, c.num_value_heads, c.value_dim)
@@ -75,22 +75,24 @@ class GatedDeltaProduct(LinearMixer):
         x = x.astype(accumulation_dtype(x))
         return x / jnp.maximum(jnp.sum(jnp.abs(x), axis=-1, keepdims=True), 1e-6)
 
-    def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B P H"], Float[Array, "B T H"]]:
+    def gates(self, x: Float[Array, "B T D"], tap: LayerTap) -> tuple[Float[Array, "B P H"], Float[Array, "B T H"]]:
         """beta of every step, in (0, 1) or (0, 2), and g <= 0 of every token, in f32 or wider."""
         c, wide = self.sizes, accumulation_dtype(x, self.norm[...])
         B, T, _ = x.shape
         shape = (B, T * self.sizes.num_householder, c.num_value_heads)
-        beta = jax.nn.sigmoid(linear(x, self.b[...], dtype=wide)).reshape(shape) if c.write_gate else jnp.ones(shape, wide)
+        beta = jnp.ones(shape, wide)
+        if c.write_gate:
+            beta = jax.nn.sigmoid(tap("beta_logit", linear(x, self.b[...], dtype=wide).reshape(shape)))
         if c.negative_eigenvalues:
             beta = 2 * beta
         if not c.forget_gate:
             return beta, jnp.zeros((B, T, c.num_value_heads), wide)
         return beta, log_decay(linear(x, self.a[...], dtype=wide), self.A_log[...], self.dt_bias[...])
 
-    def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
+    def normed(self, o: Float[Array, "B T H V"], x: Float[Array, "B T D"], tap: LayerTap) -> Float[Array, "B T H V"]:
         """``o`` of each head after its norm, times the gate if there is one."""
         c = self.sizes
         if c.output_gate is None:
             return rms_norm(o, self.norm[...], eps=c.norm_eps, offset=0.0).astype(x.dtype)
-        z = linear(x, self.z[...]).reshape(o.shape)
+        z = tap("z", linear(x, self.z[...]).reshape(o.shape))
         return gated_rms_norm(o, self.norm[...], z, eps=c.norm_eps, activation=GATES[c.output_gate])

@@ -4,10 +4,11 @@
     o, S = rule(q, k, v, g, beta);   y = W_out normed(o, x)
 
 A linear layer supplies ``project``, ``filters``, ``heads``, ``gates``, ``normed`` and ``out``; each token writes n_h times.
+``heads``, ``gates`` and ``normed`` pass the arrays that arise in them to the tap.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,6 +26,10 @@ def untouched(*shown: Any) -> Array:
     return shown[-1]
 
 
+# Called with the name of an array and the array; its result replaces the array.
+LayerTap: TypeAlias = Callable[[str, Array], Array]
+
+
 class Span(NamedTuple):
     """What every mixer needs to know about its tokens.
 
@@ -38,7 +43,7 @@ class Span(NamedTuple):
     positions: Array
     length: Array | None = None
     implementation: Implementation = Implementation()
-    tap: Callable[[str, Array], Array] = untouched
+    tap: LayerTap = untouched
 
     @property
     def is_text(self) -> Bool[Array, "B T"] | None:
@@ -62,21 +67,34 @@ class LinearCarry(NamedTuple):
 class LinearMixer(nnx.Module):
     """A linear layer of ``sizes``. It passes these arrays, in this order, to the tap of its span:
 
-    ==============  ==================  ================================================================
-    ``q``           Float[B T H K]      inputs of the rule: heads repeated, q and k normalised
-    ``k``           Float[B P H K]
-    ``v``           Float[B P H V]
-    ``beta``        Float[B P H]        write strengths, before padding is set to zero
-    ``g``           Float[B T H]        log-decays, before padding is set to zero
-    ``o``           Float[B T H V]      outputs of the rule
-    ``S``           Float[B H K V]      the state after the last token of text
-    ``head_output`` Float[B T H V]      output of each head after its norm and gate
-    ``mixer_output`` Float[B T D]       added to the residual stream
-    ==============  ==================  ================================================================
+    ================  ==================  ================================================================
+    ``S_before``      Float[B H K V]      the state before the first token
+    ``qkv``           Float[B T E]        q | k | v before the short convolution
+    ``q_unnormed``    Float[B T G K]      after convolution and activation, for the key heads
+    ``k_unnormed``    Float[B P G K]
+    ``q``             Float[B T H K]      inputs of the rule: heads repeated, q and k normalised
+    ``k``             Float[B P H K]
+    ``v``             Float[B P H V]
+    ``beta_logit``    Float[B P H]        write strengths before the sigmoid; where they are learned
+    ``beta``          Float[B P H]        write strengths, before padding is set to zero
+    ``g``             Float[B T H]        log-decays, before padding is set to zero
+    ``S``             Float[B H K V]      the state after the last token of text
+    ``o``             Float[B T H V]      outputs of the rule
+    ``z``             Float[B T H V]      the output gate before its activation; where there is one
+    ``head_output``   Float[B T H V]      output of each head after its norm and gate
+    ``mixer_output``  Float[B T D]        added to the residual stream
+    ================  ==================  ================================================================
     """
 
-    NAMES = ("q", "k", "v", "beta", "g", "o", "S", "head_output", "mixer_output")
     sizes: LinearSizes
+
+    @property
+    def NAMES(self) -> tuple[str, ...]:
+        """Names of the arrays above that the layer has."""
+        c = self.sizes
+        logit, gate = ["beta_logit"] * c.write_gate, ["z"] * (c.output_gate is not None)
+        rule = ("S_before", "qkv", "q_unnormed", "k_unnormed", "q", "k", "v", *logit, "beta", "g", "S", "o")
+        return *rule, *gate, "head_output", "mixer_output"
 
     def init_carry(self, batch: int, max_length: int, dtype) -> LinearCarry:
         """The carry before the first token of ``batch`` texts; ``max_length`` is not used."""
@@ -93,16 +111,17 @@ class LinearMixer(nnx.Module):
         tap, text, n = span.tap, span.is_text, self.sizes.num_householder
         if text is not None:
             x = jnp.where(text[..., None], x, 0)
-        qkv, tail = short_conv(self.project(x), self.filters(), tail=carry.tail, length=span.length)
-        q, k, v = (tap(name, a) for name, a in zip("qkv", self.heads(qkv), strict=True))
-        beta, g = (tap(name, a) for name, a in zip(("beta", "g"), self.gates(x), strict=True))
+        start = tap("S_before", carry.S)
+        qkv, tail = short_conv(tap("qkv", self.project(x)), self.filters(), tail=carry.tail, length=span.length)
+        q, k, v = (tap(name, a) for name, a in zip("qkv", self.heads(qkv, tap), strict=True))
+        beta, g = (tap(name, a) for name, a in zip(("beta", "g"), self.gates(x, tap), strict=True))
         if text is not None:
             beta, g = jnp.where(jnp.repeat(text, n, axis=1)[..., None], beta, 0), jnp.where(text[..., None], g, 0)
         if x.shape[1] * n == 1:
-            o, S = gated_delta_product(q, k, v, g=g, beta=beta, num_householder=n, state=carry.S)
+            o, S = gated_delta_product(q, k, v, g=g, beta=beta, num_householder=n, state=start)
         else:
             size = span.implementation.chunk_size
-            o, S = gated_delta_product_chunked(q, k, v, g=g, beta=beta, num_householder=n, state=carry.S, chunk_size=size)
+            o, S = gated_delta_product_chunked(q, k, v, g=g, beta=beta, num_householder=n, state=start, chunk_size=size)
         S = tap("S", S)
-        y = tap("head_output", self.normed(tap("o", o), x))
+        y = tap("head_output", self.normed(tap("o", o), x, tap))
         return tap("mixer_output", linear(y.reshape(*y.shape[:2], -1), self.out[...])), LinearCarry(S, tail)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxdelta.models.config import Qwen3_5Config
 from jaxdelta.nn.gated_deltanet import GatedDeltaNet, log_decay
-from jaxdelta.nn.mixer import LinearCarry
+from jaxdelta.nn.mixer import LinearCarry, untouched
 from jaxdelta.ops.delta_rule import LEAST
 from ports.compare import relative_error
 from tests.helpers import delta_rule, filled_carry, mix, parameters, randomised, rms_normalised, silu
@@ -112,7 +112,7 @@ def test_padding_leaves_the_carry_as_after_the_last_token_of_text(padding):
 
 def test_gates_lie_in_their_ranges_and_are_f32_in_bf16():
     layer = GatedDeltaNet(Qwen3_5Config.tiny().linear_of(0), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    beta, g = layer.gates(100 * inputs(50).astype(jnp.bfloat16))
+    beta, g = layer.gates(100 * inputs(50).astype(jnp.bfloat16), untouched)
     assert beta.dtype == g.dtype == jnp.float32
     assert jnp.all((beta >= 0) & (beta <= 1))
     assert jnp.all(g <= 0)
@@ -121,7 +121,7 @@ def test_gates_lie_in_their_ranges_and_are_f32_in_bf16():
 def test_fresh_decays_have_horizons_of_one_to_a_thousand_tokens():
     """g at zero input is A dt, with A in (1, 16) and dt in (1e-3, 1e-1), a different one for each head."""
     layer = GatedDeltaNet(Qwen3_5Config.tiny().linear_of(0), dtype=jnp.float32, rngs=nnx.Rngs(0))
-    g = layer.gates(jnp.zeros((1, 1, D)))[1]
+    g = layer.gates(jnp.zeros((1, 1, D)), untouched)[1]
     assert jnp.all((g < -1e-3) & (g > -1.6))
     assert jnp.unique(g).size == 6
 

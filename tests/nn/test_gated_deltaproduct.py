@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxdelta.models.config import DeltaLMConfig
 from jaxdelta.nn.gated_deltaproduct import GatedDeltaProduct
-from jaxdelta.nn.mixer import Span
+from jaxdelta.nn.mixer import Span, untouched
 from ports.compare import relative_error
 from tests.helpers import delta_product, filled_carry, mix, parameters, randomised, rms_normalised, silu
 
@@ -180,7 +180,7 @@ def test_every_parameter_has_a_gradient(options):
 def test_write_strengths_and_decays_lie_in_their_ranges(options, low, high):
     """Large inputs reach both ends; f32 in a bf16 model."""
     layer = randomised(GatedDeltaProduct(config(options).linear_of(0), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    beta, g = layer.gates(100 * inputs(50).astype(jnp.bfloat16))
+    beta, g = layer.gates(100 * inputs(50).astype(jnp.bfloat16), untouched)
     assert beta.shape == (B, 50 * layer.sizes.num_householder, G)
     assert g.shape == (B, 50, G)
     assert beta.dtype == g.dtype == jnp.float32
