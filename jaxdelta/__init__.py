@@ -9,6 +9,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 __version__ = "0.1.0"
 
 from jaxdelta.analysis.compare import compare
+from jaxdelta.analysis.keys import keys
 from jaxdelta.analysis.sensitivity.importance import head_importance
 from jaxdelta.analysis.sensitivity.maps import sensitivity, sensitivity_maps, tail_effect, tail_fisher, tail_gate
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, OfHidden, OfLogits
@@ -104,6 +105,7 @@ __all__ = [  # noqa: RUF022
     "compare",
     "sweep",
     # measures of the state
+    "keys",
     "spectrum",
     # sensitivities
     "LogitDifference",

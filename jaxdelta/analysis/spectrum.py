@@ -153,7 +153,7 @@ def _of_document(
     seen, found = set(places.values()), {}
     for tokens, S in states_of(model, document, segment, max_length, progress):
         if tokens in seen:
-            found[tokens] = _sigma(S)  # on the device, which goes on
+            found[tokens] = sigma_of(S)  # on the device, which goes on
     heads, *size = model.config.largest_state
     sigma = np.zeros((len(places), len(model.config.linear_layers), heads, min(size)))
     for i, tokens in enumerate(places.values()):
@@ -176,7 +176,8 @@ def states_of(model: Decoder, document: Document, segment: int, max_length: int,
 
 
 @jax.jit
-def _sigma(S: Float[Array, "L 1 H K V"]) -> Float[Array, "L 1 H R"]:
+def sigma_of(S: Float[Array, "L B H K V"]) -> Float[Array, "L B H R"]:
+    """Singular values of stacked states, descending, computed in f64."""
     return directions(S).sigma
 
 
@@ -187,7 +188,8 @@ class Sizes(NamedTuple):
     threshold: np.ndarray
 
 
-def _sizes(config: DecoderConfig) -> Sizes:
+def sizes_of(config: DecoderConfig) -> Sizes:
+    """The sizes of each linear layer."""
     shapes = [c.state for c in config.linear_sizes]
     thresholds = [numerical_threshold((s.key_dim, s.value_dim), np.float32) for s in shapes]
     return Sizes(np.array([s.directions for s in shapes])[:, None], np.array(thresholds)[:, None])
@@ -212,7 +214,7 @@ def measures(sigma: Float[np.ndarray, "N L H R"], sizes: Sizes) -> dict[str, Flo
 def _dataset(config: DecoderConfig, name: str, places: dict[str, int], sigma: Float[np.ndarray, "N L H R"]) -> xr.Dataset:
     axes = ("document", "at", "layer", "head")
     found = {"boundary": (axes[:2], np.array([list(places.values())], float)), "sigma": ((*axes, "direction"), sigma[None])}
-    found |= {x: (axes, values[None]) for x, values in measures(sigma, _sizes(config)).items()}
+    found |= {x: (axes, values[None]) for x, values in measures(sigma, sizes_of(config)).items()}
     coords = {
         "document": [name],
         "at": list(places),

@@ -11,6 +11,7 @@ import jax
 from jaxdelta import __version__
 from jaxdelta.cli.backend import check_backend
 from jaxdelta.cli.info import add_info
+from jaxdelta.cli.keys import add_keys
 from jaxdelta.cli.ledger import add_ledger
 from jaxdelta.cli.sensitivity import add_sensitivity
 from jaxdelta.cli.spectrum import add_spectrum
@@ -18,7 +19,7 @@ from jaxdelta.cli.sweep import add_sweep
 from jaxdelta.cli.verify import add_verify
 from jaxdelta.report.terminal import Terminal, flush, tolerate
 
-ADDED = (add_sweep, add_sensitivity, add_spectrum, add_ledger, add_info, add_verify)
+ADDED = (add_sweep, add_sensitivity, add_spectrum, add_keys, add_ledger, add_info, add_verify)
 
 
 def parser() -> argparse.ArgumentParser:
