@@ -15,6 +15,7 @@ from jaxdelta.analysis.sensitivity.maps import sensitivity, sensitivity_maps, ta
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, OfHidden, OfLogits
 from jaxdelta.analysis.spectrum import spectrum
 from jaxdelta.analysis.sweep import sweep
+from jaxdelta.analysis.trace import rank_trace
 from jaxdelta.analysis.transitions.claims import ledger
 from jaxdelta.analysis.transitions.ledger import ledger_of
 from jaxdelta.checkpoints import CheckpointError, embedded_models, inspect, load, save
@@ -106,6 +107,7 @@ __all__ = [  # noqa: RUF022
     "sweep",
     # measures of the state
     "keys",
+    "rank_trace",
     "spectrum",
     # sensitivities
     "LogitDifference",

@@ -29,6 +29,7 @@ COORDINATES = {
     "window": ("length of a window", "tokens"),
     "tolerance": ("relative change up to which a direction counts as frozen", "1"),
     "kind": ("subspace of a window", "name"),
+    "start": ("document of the text", "index"),
     "strength": ("write strength, middle of its bin", "1"),
     "quantile": ("share of the values below", "1"),
     "angle": ("principal angle, middle of its bin", "degrees"),
@@ -50,10 +51,13 @@ def without_padding(config: DecoderConfig, data: xr.Dataset) -> xr.Dataset:
     if len(set(shapes)) < 2:
         return data
     heads, directions = (xr.DataArray([getattr(s, name) for s in shapes], dims="layer") for name in ("heads", "directions"))
-    data = data.isel(direction=slice(config.max_rank))
+    data = data.isel(direction=slice(config.max_rank), missing_dims="ignore")
     has = data["head"] < heads
-    has_direction = has & (data["direction"] < directions)
-    masks = {x: has_direction if "direction" in v.dims else has for x, v in data.items() if "head" in v.dims}
+    masks = {
+        x: has & (data["direction"] < directions) if "direction" in v.dims else has
+        for x, v in data.items()
+        if "head" in v.dims
+    }
     return data.assign({x: data[x].where(m, True if data[x].dtype == bool else np.nan) for x, m in masks.items()})
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import xarray as xr
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from jaxdelta.analysis.spectrum import END, MEASURES, empty_states, over_documents, split_half
 from jaxdelta.report.figure import save_figures
@@ -158,6 +159,36 @@ def rank_figure(data: xr.Dataset) -> Figure:
     axes.set_xlabel("layer; its heads in ascending order")
     axes.set_ylabel("effective rank")
     axes.set_ylim(bottom=0)
+    return figure
+
+
+def trace_figure(trace: xr.Dataset) -> Figure:
+    """A panel a layer, a line a head: effective rank before each write, of the first document.
+
+    Red: where a document of the text starts; grey: the longest text that the model was made for.
+    """
+    first = trace.isel(document=0)
+    layers, steps = trace["layer"].values, trace.sizes["step"]
+    position = (trace["token"].values[:, None] + np.arange(steps) / steps).ravel()
+    columns = min(3, len(layers))
+    lines = -(-len(layers) // columns)
+    figure = Figure(figsize=(3.6 * columns + 0.6, 2.2 * lines + 0.5), layout="constrained")
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axes in panels[len(layers) :]:
+        axes.set_visible(False)
+    for axes, layer in zip(panels, layers, strict=False):
+        here = first["effective_rank"].sel(layer=layer).transpose("token", "step", "head").values
+        for head, rank in enumerate(here.reshape(len(position), -1).T):
+            axes.plot(position, rank, linewidth=0.8, color=f"C{head % 10}", alpha=0.8)
+        for start in first["starts"].values[1:]:
+            axes.axvline(start, color="red", linewidth=0.8, linestyle="--")
+        if position[-1] > trace.attrs["context"]:
+            axes.axvline(trace.attrs["context"], color="0.5", linewidth=0.8)
+        axes.set_title(f"layer {layer}", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+    panels[0].set_ylim(bottom=0)  # of all, after the last line
+    figure.supxlabel("token", fontsize=10)
+    figure.supylabel(f"effective rank before each write, {first['document'].item()}", fontsize=10)
     return figure
 
 

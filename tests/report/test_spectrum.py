@@ -81,3 +81,17 @@ def test_spectra_are_drawn_for_heads_that_have_a_state(data):
     first = data["sigma"].sel(at="end", layer=0, head=1).values
     expected = np.median(first / first[:, :1], axis=0)
     np.testing.assert_allclose(panels[0].lines[1].get_ydata(), expected)
+
+
+def test_a_trace_marks_starts_and_the_end_of_the_trained_context():
+    rank = np.random.default_rng(0).random((1, 5, 2, 2, 3))
+    axes = ("document", "token", "step", "layer", "head")
+    found = {"effective_rank": (axes, rank), "starts": (("document", "start"), [[0.0, 6.0]])}
+    coords = {"document": ["packed"], "token": 2 * np.arange(5), "layer": [1, 4]}
+    figure = report.trace_figure(xr.Dataset(found, coords, {"context": 7}))
+    panel = figure.axes[1]
+    assert panel.get_title() == "layer 4"
+    heads, marks = panel.lines[:3], panel.lines[3:]
+    np.testing.assert_array_equal(heads[1].get_xdata(), np.arange(0, 10, 2)[:, None].repeat(2, 1).ravel() + [0, 0.5] * 5)
+    np.testing.assert_array_equal(heads[1].get_ydata(), rank[0, :, :, 1, 1].ravel())
+    assert [mark.get_xdata()[0] for mark in marks] == [6, 7]
