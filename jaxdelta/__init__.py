@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 from jaxdelta.analysis.compare import compare
 from jaxdelta.analysis.keys import keys
+from jaxdelta.analysis.reads import state_reads
 from jaxdelta.analysis.sensitivity.importance import head_importance
 from jaxdelta.analysis.sensitivity.maps import sensitivity, sensitivity_maps, tail_effect, tail_fisher, tail_gate
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, OfHidden, OfLogits
@@ -32,6 +33,7 @@ from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked
 from jaxdelta.ops.low_rank import truncate
 from jaxdelta.ops.nearest_product import nearest_product
+from jaxdelta.ops.reads import Reads, RecallErrors, reads, recall_errors
 from jaxdelta.ops.reflections import reflections
 from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, stable_rank, threshold_rank
 from jaxdelta.results.folder import ResultsError
@@ -109,6 +111,7 @@ __all__ = [  # noqa: RUF022
     "keys",
     "rank_trace",
     "spectrum",
+    "state_reads",
     # sensitivities
     "LogitDifference",
     "OfHidden",
@@ -130,6 +133,10 @@ __all__ = [  # noqa: RUF022
     "gated_delta_product_chunked",
     "gated_delta_rule",
     "gated_delta_rule_chunked",
+    "Reads",
+    "RecallErrors",
+    "reads",
+    "recall_errors",
     "truncate",
     "effective_rank",
     "energy_rank",

@@ -29,6 +29,8 @@ COORDINATES = {
     "window": ("length of a window", "tokens"),
     "tolerance": ("relative change up to which a direction counts as frozen", "1"),
     "kind": ("subspace of a window", "name"),
+    "key": ("key dimension", "index"),
+    "key_too": ("key dimension", "index"),
     "start": ("document of the text", "index"),
     "strength": ("write strength, middle of its bin", "1"),
     "quantile": ("share of the values below", "1"),

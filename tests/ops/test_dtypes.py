@@ -42,6 +42,8 @@ CALLS = {
     "gated_delta_rule": lambda: jd.gated_delta_rule(*q, **gates, scale=0.3),
     "gated_delta_rule_chunked": lambda: jd.gated_delta_rule_chunked(*q, **gates, chunk_size=2),
     "nearest_product": lambda: jd.nearest_product(Q[0], 2, strengths="reflections"),
+    "reads": lambda: jd.reads(*q2[:2], beta=gates2["beta"], g=gates2["g"], num_householder=2),
+    "recall_errors": lambda: jd.recall_errors(*q2[1:], beta=gates2["beta"], g=gates2["g"], num_householder=2),
     "reflections": lambda: jd.reflections(Q),
     "singular_values": lambda: jd.singular_values(S),
     "spectral_radius": lambda: jd.householder.spectral_radius(Q),
