@@ -14,13 +14,14 @@ from jaxdelta.cli.info import add_info
 from jaxdelta.cli.keys import add_keys
 from jaxdelta.cli.ledger import add_ledger
 from jaxdelta.cli.reads import add_reads
+from jaxdelta.cli.report import add_report
 from jaxdelta.cli.sensitivity import add_sensitivity
 from jaxdelta.cli.spectrum import add_spectrum
 from jaxdelta.cli.sweep import add_sweep
 from jaxdelta.cli.verify import add_verify
 from jaxdelta.report.terminal import Terminal, flush, tolerate
 
-ADDED = (add_sweep, add_sensitivity, add_spectrum, add_keys, add_reads, add_ledger, add_info, add_verify)
+ADDED = (add_sweep, add_sensitivity, add_spectrum, add_keys, add_reads, add_ledger, add_report, add_info, add_verify)
 
 
 def parser() -> argparse.ArgumentParser:

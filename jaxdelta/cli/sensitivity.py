@@ -91,7 +91,7 @@ def sensitivity_command(arguments: argparse.Namespace, console: Terminal) -> Non
         maps = validation.joined(maps, rows)
         write_whole(out / "maps.zarr", lambda folder: to_zarr(maps, folder))
     figures = report.write_figures(out, maps, comparisons)
-    files = ["maps.zarr", "manifest.json", *(file.name for file in [*figures, report.write_heads(maps, out)])]
+    files = ["maps.zarr", "manifest.json", *(file.name for file in [*figures, *report.write_heads(maps, out)])]
     measured = report.write_validation(removals, comparisons, scores) if comparisons else []
     for comparison in comparisons:
         console.print(report.score_table([s for s in scores if s.kind == comparison.kind], comparison))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from jaxdelta.analysis.keys import against_horizon, by_horizon, forgetting_share, over_heads
 from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
-from jaxdelta.results.folder import write_csv
+from jaxdelta.results.folder import write_tables
 
 
 def tables(data: xr.Dataset) -> list[Sheet]:
@@ -149,5 +149,5 @@ def cone_figure(data: xr.Dataset) -> Figure:
 
 
 def write(data: xr.Dataset, folder: Path) -> list[Path]:
-    """Write ``heads.csv``, and the figures as PNG and SVG; returns the files."""
-    return [write_csv(rows(data), folder / "heads.csv"), *save_figures(figures(data), folder)]
+    """Write ``heads`` as Parquet and CSV, and the figures as PNG and SVG; returns the files."""
+    return [*write_tables(rows(data), folder, "heads"), *save_figures(figures(data), folder)]

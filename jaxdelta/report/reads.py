@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
-from jaxdelta.results.folder import write_csv
+from jaxdelta.results.folder import write_tables
 
 HELD = 0.99  # share of the energy that is read
 
@@ -91,5 +91,5 @@ def figure(data: xr.Dataset) -> Figure:
 
 
 def write(data: xr.Dataset, folder: Path) -> list[Path]:
-    """Write ``heads.csv``, and ``reads`` as PNG and SVG; returns the files."""
-    return [write_csv(rows(data), folder / "heads.csv"), *save_figures({"reads": figure(data)}, folder)]
+    """Write ``heads`` as Parquet and CSV, and ``reads`` as PNG and SVG; returns the files."""
+    return [*write_tables(rows(data), folder, "heads"), *save_figures({"reads": figure(data)}, folder)]

@@ -16,7 +16,7 @@ from jaxdelta.analysis.sensitivity.validation import METRICS, SUBJECTS, EffectCo
 from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
 from jaxdelta.report.sweep import left_out
-from jaxdelta.results.folder import write_csv
+from jaxdelta.results.folder import write_csv, write_tables
 
 DEFAULT = "first order + fisher / 2"
 NOT_VALIDATED = "Not validated: these are estimates. --validate measures removals and says how far to trust them."
@@ -123,9 +123,9 @@ def trust_line(scores: Sequence[Score]) -> str:
     return f"Validated against measured removal of {'; of '.join(said)}."
 
 
-def write_heads(maps: xr.Dataset, folder: Path) -> Path:
-    """Write ``heads.csv``, the rows of :func:`head_rows`; returns the file."""
-    return write_csv(head_rows(maps), folder / "heads.csv")
+def write_heads(maps: xr.Dataset, folder: Path) -> list[Path]:
+    """Write the rows of :func:`head_rows` as ``heads``, Parquet and CSV; returns the files."""
+    return write_tables(head_rows(maps), folder, "heads")
 
 
 def write_scores(scores: Sequence[Score], folder: Path) -> Path:

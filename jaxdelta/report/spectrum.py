@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from jaxdelta.analysis.spectrum import END, MEASURES, empty_states, over_documents, split_half
 from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
-from jaxdelta.results.folder import write_csv
+from jaxdelta.results.folder import write_tables
 
 QUARTILES = (0, 0.25, 0.5, 0.75, 1)
 LEAST_SHOWN = 1e-7  # of sigma_1, in figures
@@ -193,5 +193,5 @@ def trace_figure(trace: xr.Dataset) -> Figure:
 
 
 def write(data: xr.Dataset, folder: Path) -> list[Path]:
-    """Write ``heads.csv``, and the figures as PNG and SVG; returns the files."""
-    return [write_csv(rows(data), folder / "heads.csv"), *save_figures(figures(data), folder)]
+    """Write ``heads`` as Parquet and CSV, and the figures as PNG and SVG; returns the files."""
+    return [*write_tables(rows(data), folder, "heads"), *save_figures(figures(data), folder)]

@@ -1,1 +1,6 @@
-"""Results folders, and the loop over documents that fills them."""
+"""Results folders, the loop over documents that fills them, and how others read them."""
+
+from jaxdelta.results.opened import Opened
+from jaxdelta.results.opened import opened as open
+
+__all__ = ["Opened", "open"]

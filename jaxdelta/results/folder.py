@@ -112,8 +112,8 @@ class Results:
             ResultsError: the part cannot be read.
         """
         if self._arrays_file(part).exists():
-            return [_read_arrays(self._arrays_file(part))]
-        rows = _read_rows(self._rows_file(part))
+            return [read_arrays(self._arrays_file(part))]
+        rows = read_rows(self._rows_file(part))
         if rows is None:
             return None
         if ITEM not in rows.column_names:
@@ -212,10 +212,11 @@ def finished_rows(folder: Path) -> pa.Table | None:
     Raises:
         ResultsError: the file cannot be read.
     """
-    return _read_rows(folder / "rows.parquet")
+    return read_rows(folder / "rows.parquet")
 
 
-def _read_arrays(folder: Path) -> xr.Dataset:
+def read_arrays(folder: Path) -> xr.Dataset:
+    """Labelled arrays that :func:`to_zarr` wrote; raises ResultsError."""
     try:
         with xr.open_zarr(folder, consolidated=False) as stored:
             return stored.load().drop_encoding()  # which would cut longer names of other parts
@@ -223,7 +224,8 @@ def _read_arrays(folder: Path) -> xr.Dataset:
         raise _unreadable(folder, error) from None
 
 
-def _read_rows(file: Path) -> pa.Table | None:
+def read_rows(file: Path) -> pa.Table | None:
+    """The rows of a Parquet file, None if there is none; raises ResultsError."""
     if not file.exists():
         return None
     try:
@@ -240,6 +242,13 @@ def write_csv(rows: pa.Table, file: Path) -> Path:
     """Write rows to a CSV file that appears only when complete; returns the file."""
     write_whole(file, lambda unfinished: pa_csv.write_csv(rows, unfinished))
     return file
+
+
+def write_tables(rows: pa.Table, folder: Path, name: str) -> list[Path]:
+    """Write rows as ``name``.parquet and ``name``.csv; returns the files."""
+    file = folder / f"{name}.parquet"
+    write_whole(file, lambda unfinished: pa_parquet.write_table(rows, unfinished))
+    return [file, write_csv(rows, folder / f"{name}.csv")]
 
 
 def write_whole(file: Path, write: Callable[[str], Any], *, replace: bool = True) -> None:

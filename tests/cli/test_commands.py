@@ -183,7 +183,7 @@ MISUSES = {
     "unknown option": ([*SWEEP, "--rang", "1"], "--rang"),
     "no documents": (["sweep", "model", "--documents"], "argument --documents: expected at least one argument"),
     "unknown command": (["swep"], "'swep'"),
-    "no command": ([], "{sweep,sensitivity,spectrum,keys,reads,ledger,info,verify}"),
+    "no command": ([], "{sweep,sensitivity,spectrum,keys,reads,ledger,report,info,verify}"),
     "ledger, seed -1": (["ledger", "--seed=-1"], "argument --seed: -1 is not a whole number from 0 to 4294967295"),
     "seed of 33 bits": (
         [*MAPS, "--seed", "4294967296"],

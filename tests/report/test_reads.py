@@ -50,7 +50,7 @@ def test_a_row_for_every_head_at_every_boundary(data):
 
 
 def test_files_are_written(data, tmp_path):
-    assert {file.name for file in report.write(data, tmp_path)} == {"heads.csv", "reads.png", "reads.svg"}
+    assert {file.name for file in report.write(data, tmp_path)} == {"heads.csv", "heads.parquet", "reads.png", "reads.svg"}
     panels = [axes for axes in report.figure(data).axes if axes.get_visible()]
     assert [axes.get_title() for axes in panels] == ["layer 0", "layer 3"]
     assert [line.get_label() for line in panels[0].lines] == ["stored", "read"]

@@ -112,7 +112,8 @@ def test_heads_are_in_the_order_of_each_estimate_by_their_layer_in_the_model(par
 def test_measured_effects_stand_beside_the_estimates_in_tables_and_rows(tmp_path):
     measured = xr.DataArray(np.random.default_rng(3).standard_normal((DOCUMENTS, L, H)), dims=("document", "layer", "head"))
     maps = made().assign(head_output_measured=measured, head_state_measured=2 * measured)
-    rows = pa_csv.read_csv(report.write_heads(maps, tmp_path)).to_pylist()
+    _, csv = report.write_heads(maps, tmp_path)
+    rows = pa_csv.read_csv(csv).to_pylist()
     assert len(rows) == (DOCUMENTS + 1) * L * H
     importance = report.head_importance(maps)
     for row in rows:

@@ -69,6 +69,7 @@ def test_files_are_written_and_read_by_others(data, tmp_path):
     files = report.write(data, tmp_path)
     assert {file.name for file in files} == {
         "heads.csv",
+        "heads.parquet",
         *(f"{n}.{s}" for n in ("spectra", "effective_rank") for s in ("png", "svg")),
     }
     assert pa_csv.read_csv(tmp_path / "heads.csv").num_rows == 12

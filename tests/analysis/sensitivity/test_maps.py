@@ -132,7 +132,9 @@ def _loss_of_pushed(graphdef, params, beta, g):
     model = nnx.merge(graphdef, params)
     for layer, *push in zip(plain.linear_layers(model), beta, g, strict=True):
         made = layer.mixer.gates
-        layer.mixer.gates = lambda x, made=made, push=push: tuple(a + b for a, b in zip(made(x), push, strict=True))
+        layer.mixer.gates = lambda x, tap, made=made, push=push: tuple(
+            a + b for a, b in zip(made(x, tap), push, strict=True)
+        )
     hidden = model(TEXT[None], model.init_carry(1, len(TEXT))).hidden
     logs = jax.nn.log_softmax(model.logits(hidden))[0, :-1]
     return -jnp.take_along_axis(logs, TEXT[1:, None], axis=-1)[:, 0]
