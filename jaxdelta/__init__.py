@@ -15,6 +15,7 @@ from jaxdelta.analysis.sensitivity.importance import head_importance
 from jaxdelta.analysis.sensitivity.maps import sensitivity, sensitivity_maps, tail_effect, tail_fisher, tail_gate
 from jaxdelta.analysis.sensitivity.objectives import LogitDifference, OfHidden, OfLogits
 from jaxdelta.analysis.spectrum import spectrum
+from jaxdelta.analysis.storage import storage_costs
 from jaxdelta.analysis.sweep import sweep
 from jaxdelta.analysis.trace import rank_trace
 from jaxdelta.analysis.transitions.claims import ledger
@@ -39,12 +40,14 @@ from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, s
 from jaxdelta.results.folder import ResultsError
 from jaxdelta.runs.hooks import HookPoint, hook_names, run_with_cache, run_with_hooks
 from jaxdelta.runs.interventions import (
+    Factors,
     Filter,
     Noise,
     NoOp,
     Perturbation,
     Project,
     Quantise,
+    Round,
     Scale,
     Sequential,
     Swap,
@@ -79,12 +82,14 @@ __all__ = [  # noqa: RUF022
     "states",
     "with_states",
     # interventions at boundaries
+    "Factors",
     "Filter",
     "NoOp",
     "Noise",
     "Perturbation",
     "Project",
     "Quantise",
+    "Round",
     "Scale",
     "Sequential",
     "Swap",
@@ -106,6 +111,7 @@ __all__ = [  # noqa: RUF022
     "Document",
     "ResultsError",
     "compare",
+    "storage_costs",
     "sweep",
     # measures of the state
     "keys",

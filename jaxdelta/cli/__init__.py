@@ -10,6 +10,7 @@ import jax
 
 from jaxdelta import __version__
 from jaxdelta.cli.backend import check_backend
+from jaxdelta.cli.compare import add_compare
 from jaxdelta.cli.info import add_info
 from jaxdelta.cli.keys import add_keys
 from jaxdelta.cli.ledger import add_ledger
@@ -21,7 +22,18 @@ from jaxdelta.cli.sweep import add_sweep
 from jaxdelta.cli.verify import add_verify
 from jaxdelta.report.terminal import Terminal, flush, tolerate
 
-ADDED = (add_sweep, add_sensitivity, add_spectrum, add_keys, add_reads, add_ledger, add_report, add_info, add_verify)
+ADDED = (
+    add_sweep,
+    add_compare,
+    add_sensitivity,
+    add_spectrum,
+    add_keys,
+    add_reads,
+    add_ledger,
+    add_report,
+    add_info,
+    add_verify,
+)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxdelta.dims import Tokens, accumulation_dtype, linear, precision_of
 
@@ -68,3 +68,44 @@ def _words_at_once(words: int, rows: int) -> int:
     """Words of a block, if possible a divisor of their number, so that no shorter block remains and is copied."""
     most = max(1, min(words, WORDS_AT_ONCE, LOGITS_AT_ONCE // rows))
     return next((n for n in range(most, most // 4, -1) if words % n == 0), most)
+
+
+def divergence(
+    weight: Weight, hidden: Float[Array, "B T D"], other: Float[Array, "B T D"]
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """KL(p || p') in nats between the predictions p of ``hidden`` and p' of ``other``, and whether their first words agree.
+
+    With Delta = z - z' and c = E_p[Delta], KL = log E_p[exp(c - Delta)] = log(1 + E_p[expm1(c - Delta) - (c - Delta)]): a
+    mean of numbers >= 0, so that divergences far below the rounding of a loss are not lost.
+    """
+    B, T, D = hidden.shape
+    rows, others, wide = hidden.reshape(B * T, D), other.reshape(B * T, D), accumulation_dtype(hidden, other)
+    none = jnp.full(B * T, -jnp.inf, wide)
+
+    def first(sums, words):
+        """Largest logits and their words so far, of both; sum of exp z and of exp z Delta, relative to the largest z."""
+        (top, word), (other_top, other_word), offset, total, mean = sums
+        z, z2 = (linear(x, words, dtype=wide) for x in (rows, others))
+        new = jnp.maximum(top, jnp.max(z, axis=-1))
+        p, shrink = jnp.exp(z - new[:, None]), jnp.exp(top - new)
+        word, other_word = (
+            jnp.where(jnp.max(x, axis=-1) > t, offset + jnp.argmax(x, axis=-1).astype(jnp.int32), w)
+            for x, t, w in ((z, top, word), (z2, other_top, other_word))
+        )
+        other_top = jnp.maximum(other_top, jnp.max(z2, axis=-1))
+        mean = mean * shrink + jnp.sum(p * (z - z2), axis=-1)
+        total = total * shrink + jnp.sum(p, axis=-1)
+        return (new, word), (other_top, other_word), offset + len(words), total, mean
+
+    zeros, nowhere = jnp.zeros(B * T, wide), jnp.zeros(B * T, jnp.int32)
+    begin = (none, nowhere), (none, nowhere), jnp.int32(0), zeros, zeros
+    (top, word), (_, other_word), _, total, mean = over_words(weight, B * T, first, begin)
+    centre = mean / total
+
+    def second(excess, words):
+        z, z2 = (linear(x, words, dtype=wide) for x in (rows, others))
+        off = centre[:, None] - (z - z2)
+        return excess + jnp.sum(jnp.exp(z - top[:, None]) * (jnp.expm1(off) - off), axis=-1)
+
+    excess = over_words(weight, B * T, second, zeros) / total
+    return jnp.log1p(jnp.maximum(excess, 0)).reshape(B, T), (word == other_word).reshape(B, T)

@@ -183,7 +183,7 @@ MISUSES = {
     "unknown option": ([*SWEEP, "--rang", "1"], "--rang"),
     "no documents": (["sweep", "model", "--documents"], "argument --documents: expected at least one argument"),
     "unknown command": (["swep"], "'swep'"),
-    "no command": ([], "{sweep,sensitivity,spectrum,keys,reads,ledger,report,info,verify}"),
+    "no command": ([], "{sweep,compare,sensitivity,spectrum,keys,reads,ledger,report,info,verify}"),
     "ledger, seed -1": (["ledger", "--seed=-1"], "argument --seed: -1 is not a whole number from 0 to 4294967295"),
     "seed of 33 bits": (
         [*MAPS, "--seed", "4294967296"],
@@ -618,7 +618,16 @@ def test_sensitivities_print_the_most_important_heads_and_that_nothing_was_valid
     ],
 )
 def test_sensitivities_write_maps_manifest_and_figures_where_they_say(outcomes, place, name, folder):
-    written = {"maps.zarr", "manifest.json", "heads.csv", "heads.png", "heads.svg", "by_rank.png", "by_rank.svg"}
+    written = {
+        "maps.zarr",
+        "manifest.json",
+        "heads.csv",
+        "heads.parquet",
+        "heads.png",
+        "heads.svg",
+        "by_rank.png",
+        "by_rank.svg",
+    }
     *_, before, last = outcomes[name]["out"].splitlines()
     if name == "validated":
         removals = {"rows.csv", "rows.parquet", "manifest.json", "validation.png", "validation.svg", "validation.csv"}

@@ -58,7 +58,7 @@ CALLS = {
 # Public functions that are no functions of arrays alone: they compute in the dtype of a model or of a carry.
 OF_MODELS = {
     *("embedded_models", "forward", "init_carry", "inspect", "ledger", "load", "run", "save", "sensitivity", "states"),
-    *("sweep", "with_states", "compare", "head_importance", "ledger_of", "sensitivity_maps"),
+    *("sweep", "with_states", "compare", "storage_costs", "head_importance", "ledger_of", "sensitivity_maps"),
     *("keys", "rank_trace", "spectrum", "state_reads"),
     *("hook_names", "run_with_cache", "run_with_hooks"),
     *("tail_effect", "tail_fisher", "tail_gate"),

@@ -18,7 +18,7 @@ from tests.tiny import fresh_model, tokens
 
 SEGMENT = 8
 NAME = "</script><b>model</b>"  # as a folder may be called
-ANALYSES = ("spectrum", "keys", "reads", "sweep", "by head", "compare", "sensitivity", "transitions")
+ANALYSES = ("spectrum", "keys", "reads", "sweep", "by head", "compare", "storage", "sensitivity", "transitions")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def folders(tmp_path_factory):
     jd.sweep(model, documents, ranks=(1, 4), **of["sweep"])
     jd.sweep(model, documents, ranks=(1,), scope="head", **of["by head"])
     jd.compare(model, documents, {"noise <b>": jd.Noise(), "zero": jd.Zero()}, **of["compare"])
+    jd.storage_costs(model, documents, ["int8", "rank=2"], **of["storage"])
     jd.sensitivity_maps(model, documents, samples=1, **of["sensitivity"])
     jd.ledger_of(model, documents, windows=(1, 4), **of["transitions"])
     return [root / name for name in ANALYSES]
@@ -76,6 +77,7 @@ def test_every_analysis_has_its_section(page):
         "What a cut costs",
         "What a cut costs",
         "Interventions compared",
+        "What a smaller state costs",
         "Sensitivity of the loss to heads",
         "Transitions",
         "How it was made",
@@ -106,7 +108,7 @@ def _rows(spec):
 
 
 def test_every_chart_can_be_drawn(page):
-    assert len(page[1].charts) == 2 + 3 + 2 + 1 + 1 + 1 + 3 + 3
+    assert len(page[1].charts) == 2 + 3 + 2 + 1 + 1 + 1 + 2 + 3 + 3
     for spec in page[1].charts.values():
         drawn = vl_convert.vegalite_to_svg(spec)
         assert "<path" in drawn

@@ -19,9 +19,11 @@ from jaxdelta.runs.interventions.perturbations import (
     Zero,
 )
 from jaxdelta.runs.interventions.sequential import Sequential
+from jaxdelta.runs.interventions.storage import Factors, Round
 from jaxdelta.runs.interventions.truncation import Truncate
 
 __all__ = [
+    "Factors",
     "Filter",
     "Intervention",
     "NoOp",
@@ -29,6 +31,7 @@ __all__ = [
     "Perturbation",
     "Project",
     "Quantise",
+    "Round",
     "Scale",
     "Sequential",
     "Started",

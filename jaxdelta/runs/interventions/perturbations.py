@@ -21,6 +21,19 @@ from jaxdelta.ops.soft_filter import soft_filter
 from jaxdelta.ops.spectra import singular_values
 
 
+def quantised(x: Array, bits: int, axes: tuple[int, ...]) -> Array:
+    """``x`` rounded to ``bits``, symmetric about zero, with the largest magnitude over ``axes`` as scale."""
+    levels = 2.0 ** (bits - 1) - 1
+    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    step = jnp.where(largest > 0, largest, 1) / levels
+    return jnp.round(x / step) * step
+
+
+def straight_through(S: Array, rounded: Array) -> Array:
+    """``rounded``, with the derivative of S."""
+    return S + jax.lax.stop_gradient(rounded - S)
+
+
 class PerturbationMemory(NamedTuple):
     """Arrays that a perturbation keeps between boundaries.
 
@@ -261,12 +274,9 @@ class Quantise(Perturbation):
 
     def change(self, S, own, index):
         wanted = S if own is None else S + own
-        levels = 2.0 ** (self.bits - 1) - 1
-        largest = jnp.max(jnp.abs(wanted), axis=(-2, -1), keepdims=True)
-        step = jnp.where(largest > 0, largest, 1) / levels
-        rounded = jnp.round(wanted / step) * step
+        rounded = quantised(wanted, self.bits, (-2, -1))
         error = None if own is None else jax.lax.stop_gradient(wanted - rounded)
-        return wanted + jax.lax.stop_gradient(rounded - wanted), error
+        return straight_through(wanted, rounded), error
 
 
 @dataclass(frozen=True)
