@@ -25,8 +25,8 @@ import xarray as xr
 from jaxtyping import Array, Float
 
 from jaxdelta.analysis import spectrum as spectra
-from jaxdelta.analysis.compare import padded_length
 from jaxdelta.analysis.labels import head_coordinates, labelled, without_padding
+from jaxdelta.analysis.per_document import checked_length, dataset_of, text_of_document
 from jaxdelta.arguments import whole_number
 from jaxdelta.dims import HIGHEST, stacked_alike
 from jaxdelta.documents import Document
@@ -36,10 +36,9 @@ from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.reads import recall_errors
 from jaxdelta.ops.spectra import effective_rank_of
-from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
-from jaxdelta.runs.capacity import rows_that_fit, run_memory
+from jaxdelta.results.documents import Documents, as_documents, opened
 from jaxdelta.runs.observers import Seen
-from jaxdelta.runs.segments import Text, in_document, init_carry, iterate
+from jaxdelta.runs.segments import init_carry, iterate
 
 BETA_EDGES = np.linspace(0, 2, 41)
 ERROR_EDGES = np.logspace(-4, 2, 121)  # end bins include what is beyond
@@ -93,25 +92,16 @@ def keys(
         ResultsError: ``out`` cannot be used.
     """
     documents = as_documents(documents, model, fewest=1)
-    if not model.config.linear_layers:
-        raise ValueError(f"{model.config.title} has no linear layer, and no keys of one")
     segment = whole_number("segment", segment)
     if segment < 1 or segment & (segment - 1):
         raise ValueError(f"segment is {segment}; expected a power of two, as windows are")
-    length = padded_length(documents, segment)
-    rows_that_fit(run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=length), 1)
+    length = checked_length(model, documents, segment)
     results = opened(out, model, name, "keys", segment=segment)
 
-    def work(values: list[Document], progress) -> list[xr.Dataset]:
-        (document,) = values
-        with in_document(document.name):
-            return [_of_document(model, document, segment, length, progress)]
+    def work(document: Document, within) -> xr.Dataset:
+        return _of_document(model, document, segment, length, within)
 
-    items = [Item(of_document(d), d, -(-len(d.tokens) // segment)) for d in documents]
-    whole = joined_documents(worked(items, work, results=results, progress=progress))
-    if results is not None:
-        results.finish_arrays("keys", whole)
-    return whole
+    return dataset_of(documents, work, segment=segment, name="keys", results=results, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -201,9 +191,8 @@ def _rank_f64(moment: Float[np.ndarray, "L H K K"]) -> Float[np.ndarray, "L H"]:
 
 
 def _of_document(model: Decoder, document: Document, segment: int, max_length: int, progress) -> xr.Dataset:
-    c, n, ids = model.config, model.config.num_householder, document.tokens.astype(np.int32)
-    N = len(ids)
-    text = Text(np.pad(ids, (0, 1 + -N % segment))[None], np.array([N]), segment)
+    c, n, N = model.config, model.config.num_householder, len(document.tokens)
+    text = text_of_document(document, segment)
     totals, windows = _Totals(c, segment), _Windows()
     for step in iterate(model, text, init_carry(model, 1, max_length), observers=(KeyMoments(),), progress=progress):
         (found,) = step.observed

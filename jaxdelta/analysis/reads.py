@@ -23,19 +23,18 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Array, Float
 
-from jaxdelta.analysis.compare import padded_length, with_boundary
+from jaxdelta.analysis.compare import with_boundary
 from jaxdelta.analysis.labels import head_coordinates, labelled, without_padding
-from jaxdelta.arguments import whole_number
+from jaxdelta.analysis.per_document import checked_length, dataset_of, text_of_document
 from jaxdelta.dims import HIGHEST, stacked_alike
 from jaxdelta.documents import Document
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.reads import reads
 from jaxdelta.ops.spectra import effective_rank_of
-from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
-from jaxdelta.runs.capacity import rows_that_fit, run_memory
+from jaxdelta.results.documents import Documents, as_documents, opened
 from jaxdelta.runs.observers import Seen
-from jaxdelta.runs.segments import Text, in_document, init_carry, iterate
+from jaxdelta.runs.segments import init_carry, iterate
 
 DESCRIPTIONS = {  # long name and units of each variable
     "sigma": ("singular value of the state", "1"),
@@ -104,31 +103,18 @@ def state_reads(
         ResultsError: ``out`` cannot be used.
     """
     documents = as_documents(documents, model)
-    if not model.config.linear_layers:
-        raise ValueError(f"{model.config.title} has no linear layer, and no state")
-    segment = whole_number("segment", segment)
-    if segment < 1:
-        raise ValueError(f"segment is {segment}; expected at least 1 token")
+    length = checked_length(model, documents, segment)
     documents = with_boundary(documents, segment)
-    length = padded_length(documents, segment)
-    rows_that_fit(run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=length), 1)
     results = opened(out, model, name, "reads", segment=segment, gramians=gramians)
 
-    def work(values: list[Document], progress) -> list[xr.Dataset]:
-        (document,) = values
-        with in_document(document.name):
-            return [_of_document(model, document, segment, length, gramians, progress)]
+    def work(document: Document, within) -> xr.Dataset:
+        return _of_document(model, document, segment, length, gramians, within)
 
-    items = [Item(of_document(d), d, -(-len(d.tokens) // segment)) for d in documents]
-    whole = joined_documents(worked(items, work, results=results, progress=progress))
-    if results is not None:
-        results.finish_arrays("reads", whole)
-    return whole
+    return dataset_of(documents, work, segment=segment, name="reads", results=results, progress=progress)
 
 
 def _of_document(model: Decoder, document: Document, segment: int, max_length: int, gramians: bool, progress) -> xr.Dataset:
-    ids = document.tokens.astype(np.int32)
-    text = Text(np.pad(ids, (0, 1 + -len(ids) % segment))[None], np.array([len(ids)]), segment)
+    text = text_of_document(document, segment)
     found = []
     for step in iterate(model, text, init_carry(model, 1, max_length), observers=(ReadSums(),), progress=progress):
         if step.index:

@@ -22,8 +22,8 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Array, Float
 
-from jaxdelta.analysis.compare import padded_length
 from jaxdelta.analysis.labels import head_coordinates, labelled, without_padding
+from jaxdelta.analysis.per_document import checked_length, dataset_of, text_of_document
 from jaxdelta.arguments import whole_number
 from jaxdelta.documents import Document
 from jaxdelta.metrics import spearman
@@ -39,9 +39,8 @@ from jaxdelta.ops.spectra import (
     stable_rank_of,
     threshold_rank_of,
 )
-from jaxdelta.results.documents import Documents, Item, as_documents, of_document, opened, worked
-from jaxdelta.runs.capacity import rows_that_fit, run_memory
-from jaxdelta.runs.segments import Text, in_document, init_carry, iterate
+from jaxdelta.results.documents import Documents, as_documents, opened
+from jaxdelta.runs.segments import init_carry, iterate
 
 END = "end"
 THRESHOLD = 1e-4
@@ -96,26 +95,15 @@ def spectrum(
         ResultsError: ``out`` cannot be used.
     """
     documents = as_documents(documents, model, fewest=1)
-    if not model.config.linear_layers:
-        raise ValueError(f"{model.config.title} has no linear layer, and no state")
-    segment = whole_number("segment", segment)
-    if segment < 1:
-        raise ValueError(f"segment is {segment}; expected at least 1 token")
+    length = checked_length(model, documents, segment)
     wanted = None if at is None else _checked(at, documents, segment)
-    length = padded_length(documents, segment)
-    rows_that_fit(run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=length), 1)
     results = opened(out, model, name, "spectrum", segment=segment, at=wanted and list(map(str, wanted)))
 
-    def work(values: list[Document], progress) -> list[xr.Dataset]:
-        (document,) = values
-        with in_document(document.name):
-            return [_of_document(model, document, segment, wanted, length, progress)]
+    def work(document: Document, within) -> xr.Dataset:
+        return _of_document(model, document, segment, wanted, length, within)
 
-    items = [Item(of_document(d), d, -(-len(d.tokens) // segment)) for d in documents]
-    whole = _joined(worked(items, work, results=results, progress=progress))
-    if results is not None:
-        results.finish_arrays("spectrum", whole)
-    return whole
+    common = dict(segment=segment, results=results, progress=progress)
+    return dataset_of(documents, work, name="spectrum", joined=_joined, **common)
 
 
 def _checked(at: int | str | Sequence[int | str], documents: Sequence[Document], segment: int) -> list[int | str]:
@@ -167,12 +155,11 @@ def states_of(model: Decoder, document: Document, segment: int, max_length: int,
     Raises:
         NonFiniteError: a NaN or an infinity; names layer, head and tokens.
     """
-    ids = document.tokens.astype(np.int32)
-    text = Text(np.pad(ids, (0, 1 + -len(ids) % segment))[None], np.array([len(ids)]), segment)
+    text = text_of_document(document, segment)
     for step in iterate(model, text, init_carry(model, 1, max_length), progress=progress):
         if step.index:
             yield step.index * segment, step.start.recurrent.S
-    yield len(ids), stacked(step.carry)
+    yield len(document.tokens), stacked(step.carry)
 
 
 @jax.jit

@@ -16,17 +16,16 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Array, Float
 
-from jaxdelta.analysis.compare import padded_length
 from jaxdelta.analysis.labels import head_coordinates, labelled, without_padding
+from jaxdelta.analysis.per_document import checked_length, dataset_of, text_of_document
 from jaxdelta.arguments import whole_number
 from jaxdelta.dims import HIGHEST
 from jaxdelta.documents import Document
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.spectra import effective_rank_of, singular_values, stable_rank_of
-from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
-from jaxdelta.runs.capacity import rows_that_fit, run_memory
+from jaxdelta.results.documents import Documents, as_documents, opened
 from jaxdelta.runs.observers import Seen
-from jaxdelta.runs.segments import Text, in_document, init_carry, iterate
+from jaxdelta.runs.segments import init_carry, iterate
 
 DESCRIPTIONS = {  # long name and units of each variable
     "effective_rank": ("effective rank of the state before the write", "directions"),
@@ -117,8 +116,6 @@ def rank_trace(
         ResultsError: ``out`` cannot be used.
     """
     documents = as_documents(documents, model, fewest=1)
-    if not model.config.linear_layers:
-        raise ValueError(f"{model.config.title} has no linear layer, and no state")
     segment, every = whole_number("segment", segment), whole_number("every", every)
     if every < 1 or segment < 1 or segment % every:
         raise ValueError(f"segment is {segment} and every is {every}; expected a multiple of every, both at least 1")
@@ -127,32 +124,25 @@ def rank_trace(
         begins = np.cumsum([0, *(len(d.tokens) for d in documents)])
         starts = {PACKED: begins[:-1].tolist()}
         documents = [Document(PACKED, np.concatenate([d.tokens for d in documents]))]
-    length = padded_length(documents, segment)
-    rows_that_fit(run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=length), 1)
+    length = checked_length(model, documents, segment)
     results = opened(out, model, name, "trace", segment=segment, every=every)
 
-    def work(values: list[Document], progress) -> list[xr.Dataset]:
-        (document,) = values
-        with in_document(document.name):
-            return [_of_document(model, document, segment, every, length, starts[document.name], progress)]
+    def work(document: Document, within) -> xr.Dataset:
+        return _of_document(model, document, segment, every, length, starts[document.name], within)
 
-    items = [Item(of_document(d, starts=tuple(starts[d.name])), d, -(-len(d.tokens) // segment)) for d in documents]
-    whole = joined_documents(worked(items, work, results=results, progress=progress))
-    if results is not None:
-        results.finish_arrays("trace", whole)
-    return whole
+    common = dict(segment=segment, results=results, progress=progress)
+    return dataset_of(documents, work, name="trace", keys=lambda d: {"starts": tuple(starts[d.name])}, **common)
 
 
 def _of_document(
     model: Decoder, document: Document, segment: int, every: int, max_length: int, starts: list[int], progress
 ) -> xr.Dataset:
-    ids, config = document.tokens.astype(np.int32), model.config
-    text = Text(np.pad(ids, (0, 1 + -len(ids) % segment))[None], np.array([len(ids)]), segment)
+    text, config = text_of_document(document, segment), model.config
     parts = []
     for step in iterate(model, text, init_carry(model, 1, max_length), observers=(Ranks(every),), progress=progress):
         (found,) = step.observed
         parts.append([np.moveaxis(x[:, :, 0], 1, 2) for x in found])  # T/every, n_h, L, H
-    tokens = np.arange(0, len(ids), every)
+    tokens = np.arange(0, len(document.tokens), every)
     axes = ("document", "token", "step", "layer", "head")
     names = ("effective_rank", "stable_rank")
     arrays = {

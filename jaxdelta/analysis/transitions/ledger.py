@@ -21,8 +21,8 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Float
 
-from jaxdelta.analysis.compare import padded_length
 from jaxdelta.analysis.labels import head_coordinates, labelled
+from jaxdelta.analysis.per_document import checked_length, dataset_of, text_of_document
 from jaxdelta.analysis.transitions.windows import (
     ACTIVE,
     ANGLE_EDGES,
@@ -34,17 +34,15 @@ from jaxdelta.analysis.transitions.windows import (
     frozen_tolerances,
     product,
 )
-from jaxdelta.arguments import whole_number
 from jaxdelta.dims import filled_up
 from jaxdelta.documents import Document
 from jaxdelta.models.config import DecoderConfig
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.ops.householder import product as transition_product
 from jaxdelta.ops.householder import spectral_radius
-from jaxdelta.results.documents import Documents, Item, as_documents, joined_documents, of_document, opened, worked
-from jaxdelta.runs.capacity import rows_that_fit, run_memory
+from jaxdelta.results.documents import Documents, as_documents, opened
 from jaxdelta.runs.observers import Named
-from jaxdelta.runs.segments import Text, in_document, init_carry, iterate
+from jaxdelta.runs.segments import init_carry, iterate
 
 WINDOWS = (1, 4, 16, 64, 256, 1024, 4096)
 TAKEN_WHOLE = 256  # K x K transitions of a document; at least one for each head
@@ -130,29 +128,14 @@ def ledger_of(
         ResultsError: ``out`` cannot be used.
     """
     documents = as_documents(documents, model, fewest=1)
-    _check(model.config, segment, windows)
-    length = padded_length(documents, segment)
-    rows_that_fit(run_memory(model.config, dtype=model.dtype.name, segment=segment, max_length=length), 1)
+    check_windows(windows)
+    length = checked_length(model, documents, segment)
     results = opened(out, model, name, "transitions", segment=segment, windows=list(windows))
 
-    def work(values: list[Document], progress) -> list[xr.Dataset]:
-        (document,) = values
-        with in_document(document.name):
-            return [_of_document(model, document, segment, windows, length, progress)]
+    def work(document: Document, within) -> xr.Dataset:
+        return _of_document(model, document, segment, windows, length, within)
 
-    items = [Item(of_document(d), d, -(-len(d.tokens) // segment)) for d in documents]
-    whole = joined_documents(worked(items, work, results=results, progress=progress))
-    if results is not None:
-        results.finish_arrays("transitions", whole)
-    return whole
-
-
-def _check(config: DecoderConfig, segment: int, windows: Sequence[int]) -> None:
-    if not config.linear_layers:
-        raise ValueError(f"{config.title} of {config.num_layers} attention layers has no linear layer, and no transition")
-    if whole_number("segment", segment) < 1:
-        raise ValueError(f"segment is {segment}; expected at least 1 token")
-    check_windows(windows)
+    return dataset_of(documents, work, segment=segment, name="transitions", results=results, progress=progress)
 
 
 def _of_document(model, document: Document, segment: int, windows: Sequence[int], max_length: int, progress) -> xr.Dataset:
@@ -234,8 +217,7 @@ def _rule_inputs(
     model: Decoder, document: Document, segment: int, max_length: int
 ) -> Iterator[list[tuple[np.ndarray, ...]]]:
     """For each segment, k [P, H, K], beta [P, H] and g [T, H] of each linear layer."""
-    tokens = np.pad(document.tokens.astype(np.int32), (0, 1 + -len(document.tokens) % segment))[None]
-    text = Text(tokens, np.array([len(document.tokens)]), segment)
+    text = text_of_document(document, segment)
     observer = Named(("k", "beta", "g"), model.config.linear_layers)
     for step in iterate(model, text, init_carry(model, 1, max_length), observers=(observer,)):
         (found,) = step.observed
