@@ -7,7 +7,7 @@ import pyarrow as pa
 import xarray as xr
 from matplotlib.figure import Figure
 
-from jaxdelta.report.figure import save_figures
+from jaxdelta.report.figure import layer_panels, save_figures
 from jaxdelta.report.sheet import Sheet
 from jaxdelta.results.folder import write_tables
 
@@ -70,20 +70,14 @@ def rows(data: xr.Dataset) -> pa.Table:
 def figure(data: xr.Dataset) -> Figure:
     """A panel a layer: energy of directions in the state and in what is read, median over boundaries and heads' sum 1."""
     layers = data["layer"].values
-    columns = min(4, len(layers))
-    lines = -(-len(layers) // columns)
-    figure = Figure(figsize=(2.4 * columns + 0.8, 2.2 * lines + 0.5), layout="constrained")
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    for axes in panels[len(layers) :]:
-        axes.set_visible(False)
+    figure, panels = layer_panels(layers)
     stored = data["sigma"] ** 2
-    for axes, layer in zip(panels, layers, strict=False):
+    for axes, layer in zip(panels, layers, strict=True):
         for values, label in ((stored, "stored"), (data["contribution"], "read")):
             here = values.sel(layer=layer)
             share = (here / here.sum("direction").where(lambda x: x > 0)).median(["document", "boundary", "head"])
             axes.plot(1 + share["direction"].values, share.values, label=label, linewidth=1.2)
         axes.set_yscale("log")
-        axes.set_title(f"layer {layer}", fontsize=9)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     figure.supxlabel("singular direction of the state", fontsize=10)
     figure.supylabel("share of the energy, median", fontsize=10)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jaxdelta.analysis.spectrum import END, MEASURES, empty_states, over_documents, split_half
-from jaxdelta.report.figure import save_figures
+from jaxdelta.report.figure import layer_panels, save_figures
 from jaxdelta.report.sheet import Sheet
 from jaxdelta.results.folder import write_tables
 
@@ -117,13 +117,8 @@ def spectra_figure(data: xr.Dataset) -> Figure:
     first = sigma[..., :1]
     ratio = sigma / np.where(first > 0, first, np.nan)
     layers = data["layer"].values
-    columns = min(4, len(layers))
-    lines = -(-len(layers) // columns)
-    figure = Figure(figsize=(2.4 * columns + 0.8, 2.2 * lines + 0.5), layout="constrained")
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    for axes in panels[len(layers) :]:
-        axes.set_visible(False)
-    for i, (axes, layer) in enumerate(zip(panels, layers, strict=False)):
+    figure, panels = layer_panels(layers)
+    for i, axes in enumerate(panels):
         for head in range(ratio.shape[2]):
             of_head = ratio[:, i, head]
             of_head = of_head[~np.isnan(of_head[:, 0])]
@@ -134,7 +129,6 @@ def spectra_figure(data: xr.Dataset) -> Figure:
                     direction, middle[direction - 1], linewidth=1, color=f"C{head % 10}", alpha=0.8, label=f"head {head}"
                 )
         axes.set_yscale("log")
-        axes.set_title(f"layer {layer}", fontsize=9)
     if ratio.shape[2] <= MOST_NAMED:
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     figure.supxlabel("singular direction", fontsize=10)
@@ -170,13 +164,8 @@ def trace_figure(trace: xr.Dataset) -> Figure:
     first = trace.isel(document=0)
     layers, steps = trace["layer"].values, trace.sizes["step"]
     position = (trace["token"].values[:, None] + np.arange(steps) / steps).ravel()
-    columns = min(3, len(layers))
-    lines = -(-len(layers) // columns)
-    figure = Figure(figsize=(3.6 * columns + 0.6, 2.2 * lines + 0.5), layout="constrained")
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    for axes in panels[len(layers) :]:
-        axes.set_visible(False)
-    for axes, layer in zip(panels, layers, strict=False):
+    figure, panels = layer_panels(layers, columns=3, width=3.6)
+    for axes, layer in zip(panels, layers, strict=True):
         here = first["effective_rank"].sel(layer=layer).transpose("token", "step", "head").values
         for head, rank in enumerate(here.reshape(len(position), -1).T):
             axes.plot(position, rank, linewidth=0.8, color=f"C{head % 10}", alpha=0.8)
@@ -184,7 +173,6 @@ def trace_figure(trace: xr.Dataset) -> Figure:
             axes.axvline(start, color="red", linewidth=0.8, linestyle="--")
         if position[-1] > trace.attrs["context"]:
             axes.axvline(trace.attrs["context"], color="0.5", linewidth=0.8)
-        axes.set_title(f"layer {layer}", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(4))
     panels[0].set_ylim(bottom=0)  # of all, after the last line
     figure.supxlabel("token", fontsize=10)
