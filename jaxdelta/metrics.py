@@ -29,9 +29,9 @@ def paired_difference(values: np.ndarray, untouched: np.ndarray) -> tuple[float,
 
 
 def spearman(a: Float[np.ndarray, " n"], b: Float[np.ndarray, " n"]) -> float:
-    """Spearman's rank correlation of the pairs that are both finite; NaN if one side is constant or no pair is left."""
-    both = np.isfinite(a) & np.isfinite(b)
+    """Spearman's rank correlation of the pairs without NaN; NaN if one side is constant or no pair is left."""
+    both = ~(np.isnan(a) | np.isnan(b))
     a, b = a[both], b[both]
-    if not len(a) or np.ptp(a) == 0 or np.ptp(b) == 0:
+    if not len(a) or (a == a[0]).all() or (b == b[0]).all():
         return float("nan")
     return float(scipy.stats.spearmanr(a, b).statistic)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxdelta.metrics import copy_mask, paired_difference
+from jaxdelta.metrics import copy_mask, paired_difference, spearman
 
 
 def copies_by_definition(tokens, gap):
@@ -66,3 +66,11 @@ def test_one_document_has_no_standard_error():
     mean, stderr = paired_difference(np.array([3.0]), np.array([1.0]))
     assert mean == 2
     assert np.isnan(stderr)
+
+
+def test_rank_correlations_take_infinities_and_leave_out_nan():
+    a = np.array([1.0, 2.0, np.nan, 3.0, np.inf])
+    assert spearman(a, np.array([0.0, 1.0, 7.0, 2.0, 3.0])) == pytest.approx(1)
+    assert spearman(a, np.array([3.0, 2.0, 0.0, 1.0, -1.0])) == pytest.approx(-1)
+    assert np.isnan(spearman(np.full(4, np.inf), np.arange(4.0)))
+    assert np.isnan(spearman(np.full(3, np.nan), np.arange(3.0)))

@@ -344,7 +344,7 @@ def by_horizon(data: xr.Dataset) -> list[dict[str, float | int]]:
     """Groups of heads by horizon: how many, and medians and largest effective rank of each; no group without heads."""
     heads, rows = over_heads(data), []
     for low, high in pairwise(HORIZONS):
-        inside = (heads["horizon"] >= low) & (heads["horizon"] < high)
+        inside = (heads["horizon"] >= low) & ((heads["horizon"] < high) | np.isinf(high))
         if inside.any():
             medians = {
                 name: float(np.median(heads[name][inside]))

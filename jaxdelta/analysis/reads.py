@@ -102,7 +102,7 @@ def state_reads(
         MemoryError: not even one document fits.
         ResultsError: ``out`` cannot be used.
     """
-    documents = as_documents(documents, model)
+    documents = as_documents(documents, model, fewest=1)
     length = checked_length(model, documents, segment)
     documents = with_boundary(documents, segment)
     results = opened(out, model, name, "reads", segment=segment, gramians=gramians)

@@ -16,6 +16,7 @@ from jaxdelta.analysis.spectrum import MEASURES, empty_states, over_documents, s
 from jaxdelta.analysis.storage import costs, spans
 from jaxdelta.analysis.sweep import summarize
 from jaxdelta.analysis.transitions.rows import transition_rows
+from jaxdelta.report.keys import HORIZON, drawn_horizon
 from jaxdelta.report.reads import directions_for
 from jaxdelta.report.sensitivity import head_rows
 from jaxdelta.report.spectrum import last_place
@@ -170,14 +171,13 @@ def keys_sections(results: Opened) -> list[Section]:
             here = {name: float(middle[name].sel(layer=layer, head=head)) for name in names}
             if np.isfinite(here["effective_rank"]):
                 reach = {"low": float(low.sel(layer=layer, head=head)), "high": float(high.sel(layer=layer, head=head))}
-                points.append({"layer": int(layer), "head": int(head)} | here | reach)
+                drawn = {"drawn": float(drawn_horizon(data, here["horizon"]))}
+                points.append({"layer": int(layer), "head": int(head)} | here | reach | drawn)
     full = int(data.attrs["key_dim"])
     tips = ["layer:O", "head:O", *(_tip(n) for n in ("horizon", "effective_rank", "mean_key", "key_rank_at_horizon"))]
     tips += [_tip("decayed_key_rank", "rank of P"), _tip("beta")]
 
-    base = _chart(points).encode(
-        alt.X("horizon:Q", title="horizon (tokens)", scale=LOG), alt.Color("layer:N", title="layer")
-    )
+    base = _chart(points).encode(alt.X("drawn:Q", title=HORIZON, scale=LOG), alt.Color("layer:N", title="layer"))
     diagonal = (
         _chart([{"x": 1, "y": 1}, {"x": full, "y": full}])
         .mark_line(strokeDash=[5, 4], color="currentColor", opacity=0.6)

@@ -9,8 +9,10 @@ from matplotlib.figure import Figure
 
 from jaxdelta.analysis.keys import against_horizon, by_horizon, forgetting_share, over_heads
 from jaxdelta.report.figure import save_figures
-from jaxdelta.report.sheet import Sheet
+from jaxdelta.report.sheet import Sheet, spread
 from jaxdelta.results.folder import write_tables
+
+HORIZON = "horizon (tokens; at most the text)"
 
 
 def tables(data: xr.Dataset) -> list[Sheet]:
@@ -78,10 +80,10 @@ def layer_table(data: xr.Dataset) -> Sheet:
         view.add_column(heading, group="recall error")
     for layer in data["layer"].values:
         here = data.sel(layer=layer)
-        low, middle, high = np.nanquantile(here["horizon"].median("document").values, (0, 0.5, 1))
         errors = [np.nanmedian(here[name].sel(quantile=0.5).values) for name in ("error_before", "error_after")]
         beta = np.nanmedian(here["beta"].values)
-        view.add_row(str(layer), f"{low:.3g}  {middle:.3g}  {high:.3g}", f"{beta:.2f}", *(f"{x:.2f}" for x in errors))
+        horizons = spread(here["horizon"].median("document").values.ravel())
+        view.add_row(str(layer), horizons, f"{beta:.2f}", *(f"{x:.2f}" for x in errors))
     return view
 
 
@@ -103,13 +105,18 @@ def figures(data: xr.Dataset) -> dict[str, Figure]:
     return {"rank_by_horizon": horizon_figure(data), "key_cone": cone_figure(data)}
 
 
+def drawn_horizon(data: xr.Dataset, horizon: np.ndarray | float) -> np.ndarray | float:
+    """Horizons as drawn: one longer than the longest text, which may be infinite, at the length of the text."""
+    return np.minimum(horizon, float(data["tokens"].max()))
+
+
 def horizon_figure(data: xr.Dataset) -> Figure:
     """Effective rank of every head against its horizon, with the range over documents and the diagonal."""
     figure = Figure(figsize=(6, 4.2), layout="constrained")
     axes = figure.subplots()
     for i, layer in enumerate(data["layer"].values):
         here = data.sel(layer=layer).where(data["frobenius_norm"].sel(layer=layer) != 0)
-        rank, horizon = here["effective_rank"], here["horizon"].median("document").values
+        rank, horizon = here["effective_rank"], drawn_horizon(data, here["horizon"].median("document").values)
         middle = rank.median("document").values
         reach = [middle - rank.min("document").values, rank.max("document").values - middle]
         axes.errorbar(
@@ -119,7 +126,7 @@ def horizon_figure(data: xr.Dataset) -> Figure:
     axes.plot([1, full], [1, full], color="0.6", linewidth=1, linestyle="--", label="rank = horizon")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("horizon (tokens)")
+    axes.set_xlabel(HORIZON)
     axes.set_ylabel("effective rank of the state at the end")
     axes.legend(frameon=False, fontsize=7, ncols=2)
     return figure
@@ -128,9 +135,10 @@ def horizon_figure(data: xr.Dataset) -> Figure:
 def cone_figure(data: xr.Dataset) -> Figure:
     """Norm of the mean key, and effective rank of keys inside the horizon, against the horizon."""
     heads = over_heads(data)
+    horizon = drawn_horizon(data, heads["horizon"])
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot(heads["horizon"], heads["mean_key"], "o", markersize=4)
+    left.plot(horizon, heads["mean_key"], "o", markersize=4)
     left.set_ylim(0, 1)
     left.set_ylabel("norm of the mean normalised key")
     for name, label, marker in (
@@ -138,13 +146,13 @@ def cone_figure(data: xr.Dataset) -> Figure:
         ("key_rank_at_horizon", "keys inside the horizon", "s"),
         ("decayed_key_rank", "decayed covariance P", "^"),
     ):
-        right.plot(heads["horizon"], heads[name], marker, markersize=4, label=label, alpha=0.8)
+        right.plot(horizon, heads[name], marker, markersize=4, label=label, alpha=0.8)
     right.set_yscale("log")
     right.set_ylabel("effective rank")
     right.legend(frameon=False, fontsize=8)
     for axes in (left, right):
         axes.set_xscale("log")
-        axes.set_xlabel("horizon (tokens)")
+        axes.set_xlabel(HORIZON)
     return figure
 
 

@@ -8,7 +8,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from jaxdelta.report.figure import layer_panels, save_figures
-from jaxdelta.report.sheet import Sheet
+from jaxdelta.report.sheet import Sheet, spread
 from jaxdelta.results.folder import write_tables
 
 HELD = 0.99  # share of the energy that is read
@@ -41,11 +41,10 @@ def table(data: xr.Dataset) -> Sheet:
     view.add_column("directions\nread")
     for layer in data["layer"].values:
         here = data.sel(layer=layer)
-        low, middle, high = np.nanquantile(here["carried"].median(["document", "boundary"]).values, (0, 0.5, 1))
         ranks = [np.nanmedian(here[f"{name}_rank"].values) for name in ("stored", "read", "balanced")]
         view.add_row(
             str(layer),
-            f"{low:.2f}  {middle:.2f}  {high:.2f}",
+            spread(here["carried"].median(["document", "boundary"]).values, "{:.2f}"),
             *(f"{x:.1f}" for x in ranks),
             f"{np.nanmedian(count.sel(layer=layer).values):.0f}",
         )

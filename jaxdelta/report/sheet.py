@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
@@ -12,6 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxdelta.report.terminal import spelled
+
+
+def spread(values: Sequence[float] | np.ndarray, form: str = "{:.3g}") -> str:
+    """Least, median and largest of ``values`` without NaN, as the text of a cell; "-" if none is left."""
+    known = np.asarray(values, float)[~np.isnan(values)]
+    if not known.size:
+        return "-"
+    return "  ".join(form.format(x) for x in (known.min(), np.median(known), known.max()))
 
 
 class Facts:

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from jaxdelta.analysis.spectrum import END, MEASURES, empty_states, over_documents, split_half
 from jaxdelta.report.figure import layer_panels, save_figures
-from jaxdelta.report.sheet import Sheet
+from jaxdelta.report.sheet import Sheet, spread
 from jaxdelta.results.folder import write_tables
 
 QUARTILES = (0, 0.25, 0.5, 0.75, 1)
@@ -71,15 +71,12 @@ def layer_table(data: xr.Dataset) -> Sheet:
     """Numerical, effective and stable rank of the heads of each layer."""
     found = over_documents(data).sel(at=last_place(data), statistic="median")
     view = Sheet("Ranks by layer: least, median and largest of its heads", caption="Each head's median over documents.")
+    names = ("numerical_rank", "threshold_rank", "effective_rank", "stable_rank")
     view.add_column("layer")
-    for name in ("numerical_rank", "threshold_rank", "effective_rank", "stable_rank"):
+    for name in names:
         view.add_column(name.replace("_", " "))
     for layer in found["layer"].values:
-        cells = []
-        for name in ("numerical_rank", "threshold_rank", "effective_rank", "stable_rank"):
-            low, middle, high = np.nanquantile(found[name].sel(layer=layer).values, (0, 0.5, 1))
-            cells.append(f"{low:.3g}  {middle:.3g}  {high:.3g}")
-        view.add_row(str(layer), *cells)
+        view.add_row(str(layer), *(spread(found[name].sel(layer=layer).values) for name in names))
     return view
 
 

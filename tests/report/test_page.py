@@ -10,10 +10,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import vl_convert
+from flax import nnx
 
 import jaxdelta as jd
+from jaxdelta.report import keys as keys_report
 from jaxdelta.report.page import report
+from jaxdelta.report.terminal import Terminal
 from jaxdelta.results.folder import ResultsError
+from tests.helpers import randomised
 from tests.tiny import fresh_model, tokens
 
 SEGMENT = 8
@@ -218,3 +222,23 @@ def test_results_are_opened_by_their_folder(folders):
     assert list(opened.arrays) == ["spectrum"]
     assert opened.manifest["configuration"]["segment"] == SEGMENT
     assert list(jd.results.open(folders[3]).tables) == ["rows"]
+
+
+# A model without a forget gate, whose horizons are infinite
+
+
+def test_horizons_without_end_are_told_drawn_and_reported(tmp_path, capsys):
+    config = jd.DeltaLMConfig.tiny("delta_net", write_gate=False, output_gate=None, layer_kinds=("linear",), attention=())
+    model = randomised(jd.DeltaLM(config, rngs=nnx.Rngs(1)), 2)
+    data = jd.keys(model, tokens(40, 16, 1), segment=SEGMENT, out=tmp_path / "keys")
+    assert np.isinf(data["horizon"]).all()
+    for table in keys_report.tables(data):
+        Terminal().print(table)
+    said = capsys.readouterr().out
+    assert "3 heads by horizon, 3 documents" in said
+    assert "inf  inf  inf" in said
+    assert all(file.stat().st_size > 0 for file in keys_report.write(data, tmp_path))
+    text = report([tmp_path / "keys"], tmp_path / "r.html").read_text()
+    points = [row for row in _rows(Page(text).charts["c0-1"]) if "drawn" in row]
+    assert {row["drawn"] for row in points} == {40}
+    assert {row["horizon"] for row in points} == {None}
