@@ -204,3 +204,32 @@ def test_memory_is_that_of_states_filled_up_to_the_largest(model):
     carry = sum(x.nbytes for x in jax.tree.leaves(jd.init_carry(model, 1, 24)))
     assert run_memory(model.config, **options).row_carry == carry + 2 * 4 * 3 * 6 * 8 * 11
     assert reverse_memory(model.config, **options, cotangents=2)[0] > 3 * 4 * 3 * 6 * 8 * 11
+
+
+def test_measures_of_states_are_those_of_each_layers_own(model):
+    """Spectra, keys, traces and reads; NaN for heads and directions that a layer lacks."""
+    text = {"text": IDS}
+    _, cache = jd.run_with_cache(model, IDS, segment=SEGMENT)
+    spectrum, keys = jd.spectrum(model, text, segment=SEGMENT), jd.keys(model, text, segment=SEGMENT)
+    trace, reads = jd.rank_trace(model, text, segment=SEGMENT), jd.state_reads(model, text, segment=SEGMENT)
+    for layer, (H, K, V) in SHAPES.items():
+        at, n = f"blocks.{layer}.linear_attn.hook_", min(K, V)
+        sigma = np.linalg.svd(cache[at + "state"][0, -1].astype(np.float64), compute_uv=False)
+        found = spectrum["sigma"].isel(document=0).sel(at="end", layer=layer).values
+        np.testing.assert_allclose(found[:H, :n], sigma, rtol=1e-4, atol=1e-6 * sigma.max())
+        assert np.isnan(found[H:]).all()
+        assert np.isnan(found[:, n:]).all()
+        k = cache[at + "k_normed"][0].astype(np.float64)
+        unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
+        here = keys.isel(document=0).sel(layer=layer)
+        np.testing.assert_allclose(here["mean_key"].values[:H], np.linalg.norm(unit.mean(axis=0), axis=-1), rtol=1e-4)
+        last = trace["effective_rank"].isel(document=0, step=0).sel(layer=layer, token=SEGMENT)
+        expected = jd.effective_rank(cache[at + "state_before"][0, 1].astype(np.float64))
+        np.testing.assert_allclose(last.values[:H], expected, rtol=1e-4)
+        qbar, S = cache[at + "qbar"][0, SEGMENT : 2 * SEGMENT], cache[at + "state_before"][0, 1]
+        read = np.sum(np.einsum("thk,hkv->thv", qbar, S) ** 2, axis=(0, 2))
+        contribution = reads["contribution"].isel(document=0).sel(boundary=SEGMENT, layer=layer)
+        np.testing.assert_allclose(contribution.sum("direction").values[:H], read, rtol=1e-3)
+        for data in (here["horizon"], here["effective_rank"], last, contribution.isel(direction=0)):
+            assert np.isnan(data.values[H:]).all()
+            assert np.isfinite(data.values[:H]).all()
