@@ -3,7 +3,8 @@
     python -m experiments.state_rank.sheet results/state_rank/control [--published qwen3.5-0.8b]
 
 A range is the one that the study states; a single published number agrees within 20 % (a share or a correlation within
-0.05, a loss in percent within 0.5). Other texts move these numbers: the study names none of its eight documents.
+0.05, a loss in percent within 0.5); "nearly all" is 90 %, "on the diagonal" a factor of two. Other texts move these
+numbers: the study names none of its eight documents.
 """
 
 import argparse
@@ -63,6 +64,10 @@ def _loss(rank: int, column: str, *, copy: bool = False) -> Callable[[dict[str, 
     return lambda found: getattr(found["copy" if copy else "all"].get(rank), column, float("nan"))
 
 
+def _nearly_full(found: dict[str, Any]) -> float:
+    return float(np.mean((found["numerical"] >= 126) & (found["numerical"] < 128)))
+
+
 def _forgetting(found: dict[str, Any]) -> float:
     return float(np.mean(found["heads"]["horizon"] < 256))
 
@@ -74,7 +79,7 @@ def _ratio(found: dict[str, Any]) -> float:
 
 
 STUDY = (
-    Number("heads of numerical rank 126 or 127", "nearly all", 0.7, 1.0, lambda m: float(np.mean(m["numerical"] >= 126))),
+    Number("heads of numerical rank 126 or 127", "nearly all", 0.9, 1.0, _nearly_full),
     Number("effective rank, largest head", "44", 35, 53, lambda m: float(m["effective"].max())),
     Number("effective rank, median head", "8", 6.4, 9.6, lambda m: float(np.median(m["effective"]))),
     Number("effective rank, first quartile", "under 3", 0, 3, lambda m: float(np.quantile(m["effective"], 0.25))),
@@ -103,6 +108,7 @@ STUDY = (
     ),
 )
 PUBLISHED = {"qwen3.5-0.8b": STUDY}
+DIRECTIONS = {"qwen3.5-0.8b": 128}
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -128,11 +134,21 @@ def measured(folder: Path) -> dict[str, Any]:
         "all": {s.world.rank: s for s in summarize(rows) if s.world.layer is None},
         "copy": {s.world.rank: s for s in summarize(rows, copy_tokens=True) if s.world.layer is None},
         "documents": spectrum.sizes["document"],
+        "directions": spectrum.sizes["direction"],
     }
 
 
 def lines(found: dict[str, Any], published: str | None = None) -> pa.Table:
-    """A row for each number; ``agrees`` is null without ``published``, a published number, or a measurement."""
+    """A row for each number; ``agrees`` is null without ``published``, a published number, or a measurement.
+
+    Raises:
+        ValueError: the measured states are not of the published model's size.
+    """
+    if published is not None and found["directions"] != DIRECTIONS[published]:
+        raise ValueError(
+            f"states have {found['directions']} directions, those of {published} {DIRECTIONS[published]}; leave out "
+            "--published"
+        )
     rows = []
     for number in STUDY if published is None else PUBLISHED[published]:
         value = float("nan") if number.of is None else number.of(found)
@@ -183,7 +199,11 @@ def main() -> None:
     top.add_argument("folder", type=Path)
     top.add_argument("--published", choices=PUBLISHED)
     arguments = top.parse_args()
-    Terminal().print(sheet(lines(measured(arguments.folder), arguments.published)))
+    try:
+        found = lines(measured(arguments.folder), arguments.published)
+    except ValueError as error:
+        top.error(str(error))
+    Terminal().print(sheet(found))
 
 
 if __name__ == "__main__":

@@ -54,5 +54,5 @@ for _, layer, head in ranking[:3]:
     carried = reads["carried"].isel(document=0).sel(layer=layer, head=head).median().item()
     print(
         f"layer {layer} head {head}: forgets in {here.horizon.item():.0f} tokens, effective rank "
-        f"{here.effective_rank.item():.1f}, {carried:.1%} of its output comes from the carried state"
+        f"{here.effective_rank.item():.1f}, energy read of the carried state over that of the output {carried:.2f}"
     )

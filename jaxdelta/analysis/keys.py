@@ -119,8 +119,7 @@ class KeyMoments:
     def __call__(self, seen: Seen) -> dict[str, Array]:
         n = seen.model.config.num_householder
         layers = seen.model.config.linear_layers
-        T = seen.tokens.shape[1]
-        text = jnp.ones(seen.tokens.shape, bool) if seen.length is None else jnp.arange(T) < seen.length[:, None]
+        text = seen.is_text
         writes = jnp.repeat(text, n, axis=1)[..., None]
         found: dict[str, list[Array]] = {"before": [], "after": [], "beta": []}
         for layer in layers:  # layers may differ in size
@@ -241,7 +240,7 @@ def _counts(x: Float[np.ndarray, "L P H"], edges: np.ndarray) -> np.ndarray:
     bins = len(edges) - 1
     index = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, bins - 1)
     place = (np.arange(L)[:, None, None] * H + np.arange(H)) * bins + index
-    return np.bincount(place[np.isfinite(x)], minlength=L * H * bins).reshape(L, H, bins)
+    return np.bincount(place[~np.isnan(x)], minlength=L * H * bins).reshape(L, H, bins)
 
 
 def _quantiles(counts: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -260,7 +259,7 @@ def _dataset(
 ) -> xr.Dataset:
     geometric = np.exp(totals.g / N)
     with np.errstate(divide="ignore"):
-        horizon = 1 / (1 - geometric)
+        horizon = 1 / np.abs(np.expm1(totals.g / N))  # infinite for a head that never forgets
     ranks = [s / k if k else np.full_like(s, np.nan) for s, k in zip(totals.short, totals.short_count, strict=True)]
     ranks += [s / k for s, k in zip(windows.sums[1:], windows.counts[1:], strict=True) if k]
     lengths = 2 ** np.arange(len(ranks))

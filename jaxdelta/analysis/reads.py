@@ -34,7 +34,7 @@ from jaxdelta.ops.reads import reads
 from jaxdelta.ops.spectra import effective_rank_of
 from jaxdelta.results.documents import Documents, as_documents, opened
 from jaxdelta.runs.observers import Seen
-from jaxdelta.runs.segments import init_carry, iterate
+from jaxdelta.runs.segments import init_carry, iterate, num_boundaries
 
 DESCRIPTIONS = {  # long name and units of each variable
     "sigma": ("singular value of the state", "1"),
@@ -57,8 +57,7 @@ class ReadSums:
     names = ("q", "k", "beta", "g", "o")
 
     def __call__(self, seen: Seen) -> tuple[Array, Array]:
-        n, layers, T = seen.model.config.num_householder, seen.model.config.linear_layers, seen.tokens.shape[1]
-        text = jnp.ones(seen.tokens.shape, bool) if seen.length is None else jnp.arange(T) < seen.length[:, None]
+        n, layers, text = seen.model.config.num_householder, seen.model.config.linear_layers, seen.is_text
         gramians = []
         for layer in layers:  # layers may differ in size
             q, k, beta, g, _ = (seen.arrays[name][layer] for name in self.names)
@@ -90,9 +89,9 @@ def state_reads(
 
     Returns:
         A dataset over (document, boundary, layer, head), NaN where a document has ended: ``carried``, ``stored_rank``,
-        ``read_rank``, ``balanced_rank``; with an axis ``direction``, the largest sigma first: ``sigma``, ``read``,
-        ``contribution``, and ``balanced``, the largest first; with ``gramians``, ``read_gramian`` and ``stored_gramian``
-        with axes ``key`` and ``key_too``.
+        ``read_rank``, ``balanced_rank``, NaN for an empty state too; with an axis ``direction``, the largest sigma first:
+        ``sigma``, ``read``, ``contribution``, and ``balanced``, the largest first; with ``gramians``, ``read_gramian`` and
+        ``stored_gramian`` with axes ``key`` and ``key_too``.
 
     Raises:
         TypeError: an argument is of another type.
@@ -115,14 +114,14 @@ def state_reads(
 
 def _of_document(model: Decoder, document: Document, segment: int, max_length: int, gramians: bool, progress) -> xr.Dataset:
     text = text_of_document(document, segment)
-    found = []
+    found, boundaries = [], num_boundaries(len(document.tokens), segment)
     for step in iterate(model, text, init_carry(model, 1, max_length), observers=(ReadSums(),), progress=progress):
-        if step.index:
+        if 0 < step.index <= boundaries:
             ((O, energy),) = step.observed
             S = np.asarray(step.start.recurrent.S)[:, 0]
             found.append(of_boundary(S, O[:, 0], energy[:, 0], gramians=gramians))
     arrays = {name: np.stack([x[name] for x in found])[None] for name in found[0]}
-    return _dataset(model.config, document.name, list(text.boundaries), arrays)
+    return _dataset(model.config, document.name, list(text.boundaries[:boundaries]), arrays)
 
 
 def of_boundary(
@@ -143,20 +142,27 @@ def of_boundary(
     U, sigma, _ = np.linalg.svd(S, full_matrices=False)
     read = np.einsum("lhki,lhkm,lhmi->lhi", U, O, U)
     OU = sigma[..., :, None] * np.einsum("lhki,lhkm,lhmj->lhij", U, O, U) * sigma[..., None, :]
-    balanced = np.sqrt(np.maximum(np.linalg.eigvalsh(OU)[..., ::-1], 0))
-    asked = np.sqrt(np.maximum(np.linalg.eigvalsh(O)[..., ::-1], 0))
-    contribution = sigma**2 * read
+    balanced, asked = _roots(OU), _roots(O)
+    contribution, empty = sigma**2 * read, sigma[..., 0] == 0
+    empty = np.where(empty, np.nan, 1.0)
     found = {
         "sigma": sigma,
         "read": read,
         "contribution": contribution,
         "balanced": balanced,
-        "carried": contribution.sum(axis=-1) / np.where(energy > 0, energy, np.nan),
-        "stored_rank": effective_rank_of(sigma),
-        "read_rank": effective_rank_of(asked),
-        "balanced_rank": effective_rank_of(balanced),
+        "carried": empty * contribution.sum(axis=-1) / np.where(energy > 0, energy, np.nan),
+        "stored_rank": empty * effective_rank_of(sigma),
+        "read_rank": empty * effective_rank_of(asked),
+        "balanced_rank": empty * effective_rank_of(balanced),
     }
     return found | ({"read_gramian": O, "stored_gramian": S @ np.swapaxes(S, -1, -2)} if gramians else {})
+
+
+def _roots(gramian: Float[np.ndarray, "*heads K K"]) -> Float[np.ndarray, "*heads K"]:
+    """Roots of the eigenvalues, descending; 0 below K eps(f32) of the largest, which is rounding of the f32 Gramian."""
+    values = np.linalg.eigvalsh(gramian)[..., ::-1]
+    floor = gramian.shape[-1] * np.finfo(np.float32).eps * np.maximum(values[..., :1], 0)
+    return np.sqrt(np.where(values > floor, values, 0))
 
 
 def _dataset(config: DecoderConfig, name: str, boundaries: list[int], arrays: dict[str, np.ndarray]) -> xr.Dataset:
@@ -166,5 +172,5 @@ def _dataset(config: DecoderConfig, name: str, boundaries: list[int], arrays: di
     found = {x: ((*axes, *last.get(x, ())), values) for x, values in arrays.items()}
     coords = {"document": [name], "boundary": boundaries, **head_coordinates(config)}
     coords["direction"] = np.arange(arrays["sigma"].shape[-1])
-    attrs = {"precision": "states and queries as the layer has them (f32); all from their Gramians in f64"}
+    attrs = {"precision": "states, queries and read Gramians in f32; all from these in f64, without what is rounding"}
     return without_padding(config, labelled(xr.Dataset(found, coords, attrs), DESCRIPTIONS))

@@ -15,7 +15,7 @@ States are those that the model carries, untouched, after chosen numbers of toke
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -222,9 +222,10 @@ def _joined(found: Sequence[xr.Dataset]) -> xr.Dataset:
 # Over documents
 
 
-def empty_states(data: xr.Dataset) -> list[tuple[str, str, int, int]]:
-    """(document, at, layer, head) of every state that is all zeros."""
-    empty = (data["frobenius_norm"] == 0).stack(place=("document", "at", "layer", "head"))
+def empty_states(data: xr.Dataset, *, norm: str = "frobenius_norm") -> list[tuple[Any, ...]]:
+    """(document, ..., layer, head) of every state that is all zeros, in the order of the axes of ``norm``."""
+    empty = data[norm] == 0
+    empty = empty.stack(place=empty.dims)
     return [tuple(x) for x in empty["place"].values[empty.values]]
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from jaxdelta.analysis.compare import UNTOUCHED, checked_sizes, padded_length
+from jaxdelta.arguments import whole_number
 from jaxdelta.documents import Document
 from jaxdelta.metrics import paired_difference
 from jaxdelta.models.config import DecoderConfig
@@ -31,7 +32,7 @@ from jaxdelta.results.documents import Documents, Item, as_documents, of_documen
 from jaxdelta.runs import capacity
 from jaxdelta.runs.interventions import Factors, Intervention, Quantise, Round, Truncate, started
 from jaxdelta.runs.observers import HiddenStates
-from jaxdelta.runs.segments import finite_losses, in_document, iterate, text_of
+from jaxdelta.runs.segments import finite_losses, in_document, iterate, num_boundaries, text_of
 
 FORM = re.compile(r"(?:rank=(?P<rank>\d+))?(?P<plus>\+)?(?P<stored>bf16|f16|int(?P<bits>\d+))?")
 GRAMMAR = "bf16, f16, int2 to int16, rank=R, or rank=R+ one of the others"
@@ -76,7 +77,8 @@ class Form(NamedTuple):
         scale = 4 if isinstance(self.stored, int) else 0
         total = 0.0
         for H, K, V in (sizes.state for sizes in config.linear_sizes):
-            a_head = K * V * entry + scale if self.rank is None else self.rank * ((K + V) * entry + 2 * scale)
+            rank = min(self.rank or 0, K, V)
+            a_head = K * V * entry + scale if self.rank is None else rank * ((K + V) * entry + 2 * scale)
             total += H * a_head
         return total
 
@@ -139,8 +141,10 @@ def storage_costs(
     chosen = [form(text) for text in dict.fromkeys(forms)]
     if not chosen:
         raise ValueError(f"there are no forms of storage; expected {GRAMMAR}")
-    segment, _ = checked_sizes(documents, segment, 0)
     step = 1 if every_token else segment
+    segment, _ = whole_number("segment", segment), checked_sizes(documents, step, 0)
+    if segment < 1:
+        raise ValueError(f"segment is {segment}; expected at least 1 token")
     length = padded_length(documents, step)
     for one in chosen:
         started(one.intervention, model.init_carry(1, 1), range(step, length, step))
@@ -194,7 +198,7 @@ class _Runs:
         of_all = dict(
             document=document.name,
             form=UNTOUCHED if one is None else one.name,
-            num_boundaries=(len(document.tokens) - 2) // self.step,
+            num_boundaries=num_boundaries(len(document.tokens), self.step),
             bytes=Form(UNTOUCHED, None, None).bytes_of(config) if one is None else one.bytes_of(config),
         )
         rows = []
@@ -217,37 +221,39 @@ class _Runs:
     def _world(self, document: Document, intervention: Intervention | None, progress) -> _World:
         text = text_of(self.model, document.tokens[None], segment=self.step)
         carry = self.model.init_carry(1, self.length)
-        hidden, losses, last, changed = [], [], None, 0.0
+        boundaries = num_boundaries(len(document.tokens), self.step)
+        hidden, last, changed = [], None, 0.0
         for step in iterate(
             self.model, text, carry, intervention=intervention, observers=(HiddenStates(),), progress=progress
         ):
             hidden.append(step.observed[0][0])
-            if step.index:
+            if 0 < step.index <= boundaries:
                 last = step.start.recurrent.S
                 if intervention is not None:
                     changed = changed + _change(step.start.arriving, last)
-        boundaries = text.count - 1
         N = len(document.tokens)
         rounding = np.zeros(last.shape[:3:2]) if last is not None else None
         if boundaries and intervention is not None:
             rounding = np.asarray(changed, np.float64) / boundaries
         whole = np.concatenate(hidden)[:N]
-        losses = _blocks(self.model, lambda w, h, t: (token_losses(w, h, t),), [whole[:-1]], document.tokens[1:])[0]
-        finite_losses(text, 0, losses[None], np.ones((1, N - 1), bool))
+        (losses,) = _blocks(self.model, _losses, [whole[:-1]], document.tokens[1:])
+        for index in np.flatnonzero(~np.isfinite(losses))[:1] // self.step:
+            span = slice(index * self.step, (index + 1) * self.step)
+            finite_losses(text, int(index), losses[None, span], np.ones((1, len(losses[span])), bool))
         return _World(whole, losses, None if last is None else np.asarray(last)[:, 0], rounding)
 
 
 @jax.jit
 def _change(arriving: jax.Array, stored: jax.Array) -> jax.Array:
-    """||stored - arriving|| / ||arriving|| of each head, [L, H]; 0 for an empty state."""
+    """||stored - arriving|| / ||arriving|| of each head, [L, H]; NaN for an empty state."""
     size = jnp.linalg.norm(arriving[:, 0], axis=(-2, -1))
-    return jnp.linalg.norm((stored - arriving)[:, 0], axis=(-2, -1)) / jnp.where(size > 0, size, 1)
+    return jnp.linalg.norm((stored - arriving)[:, 0], axis=(-2, -1)) / jnp.where(size > 0, size, jnp.nan)
 
 
 def _relative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     a, b = (x.astype(np.float64) for x in (a, b))
     size = np.linalg.norm(b, axis=(-2, -1))
-    return np.linalg.norm(a - b, axis=(-2, -1)) / np.where(size > 0, size, 1)
+    return np.linalg.norm(a - b, axis=(-2, -1)) / np.where(size > 0, size, np.nan)
 
 
 def _compared(model: Decoder, base: _World, world: _World, document: Document) -> tuple[np.ndarray, ...]:
@@ -255,23 +261,32 @@ def _compared(model: Decoder, base: _World, world: _World, document: Document) -
     N = len(document.tokens)
     if world is base:
         return world.losses.astype(np.float64), np.zeros(N - 1), np.ones(N - 1)
-    kl, agrees = _blocks(
-        model, lambda w, a, b, _: divergence(w, a, b), [base.hidden[:-1], world.hidden[:-1]], document.tokens[1:]
-    )
+    hidden = [base.hidden[:-1], world.hidden[:-1]]
+    kl, agrees = _blocks(model, _divergences, hidden, document.tokens[1:])
     return world.losses.astype(np.float64), kl.astype(np.float64), agrees.astype(np.float64)
 
 
 BLOCK = 256  # tokens of a call
 
 
+@jax.jit
+def _losses(weight, hidden, targets):
+    return (token_losses(weight, hidden, targets),)
+
+
+@jax.jit
+def _divergences(weight, hidden, other, targets):
+    return divergence(weight, hidden, other)
+
+
 def _blocks(model: Decoder, call: Callable, hidden: list[np.ndarray], targets: np.ndarray) -> list[np.ndarray]:
     """``call`` of the head and of [1, BLOCK] tokens at a time, joined; the last block is padded."""
-    compiled, N = jax.jit(call), len(targets)
+    N = len(targets)
     weight = jnp.asarray(model.head_weight)
     found = []
     for begin in range(0, N, BLOCK):
         parts = [_padded(x[begin : begin + BLOCK]) for x in (*hidden, targets.astype(np.int32))]
-        found.append([np.asarray(x)[0] for x in compiled(weight, *(p[None] for p in parts))])
+        found.append([np.asarray(x)[0] for x in call(weight, *(p[None] for p in parts))])
     return [np.concatenate(pieces)[:N] for pieces in zip(*found, strict=True)]
 
 
@@ -280,10 +295,10 @@ def _padded(x: np.ndarray) -> np.ndarray:
 
 
 def _spans(predictions: int, segment: int) -> Iterator[tuple[int | None, int | None]]:
-    """The whole text, then its first segment, the second, and powers of two of segments."""
+    """The whole text, then its first segment, the second, and powers of two of segments that it fills."""
     yield None, None
     low, high = 0, segment
-    while low < predictions:
+    while high <= predictions:
         yield low, high
         low, high = high, 2 * high
 
@@ -330,3 +345,18 @@ def costs(rows: pa.Table, span: tuple[int | None, int | None] = (None, None)) ->
 def spans(rows: pa.Table) -> list[tuple[int, int]]:
     """The spans of tokens of the rows, ascending."""
     return sorted({(r["from"], r["to"]) for r in rows.to_pylist() if r["from"] is not None})
+
+
+def growth(rows: pa.Table, form: str) -> float:
+    """Divergence over the last span over that over the second, of the documents that fill both; NaN without any."""
+    known = spans(rows)
+    if len(known) < 3:
+        return float("nan")
+    by_span: dict[tuple[int, int], dict[str, float]] = {known[1]: {}, known[-1]: {}}
+    for row in rows.to_pylist():
+        if row["form"] == form and (row["from"], row["to"]) in by_span:
+            by_span[row["from"], row["to"]][row["document"]] = row["kl"]
+    second, last = by_span.values()
+    both = second.keys() & last.keys()
+    before = sum(second[d] for d in both)
+    return sum(last[d] for d in both) / before if before > 0 else float("nan")

@@ -2,8 +2,8 @@
 
 The protocol of Siems et al., arXiv 2502.10297 (their effective_state_rank.py): the effective rank of the state before each
 update, over one long text, which may run beyond the context that the model was trained on and may hold several documents.
-Theirs drops singular values below 2.2e-16; here all count, which changes an effective rank by less than 1e-13. A decay
-changes no rank, so it does not matter that a token's first entry is of the decayed state.
+Theirs drops singular values below 2.2e-16; here all count, which changes an effective rank by less than 1e-13. A token's
+first entry is of the state before its decay.
 """
 
 from collections.abc import Callable
@@ -69,8 +69,7 @@ def _by_token(x: Float[Array, "L B P ..."], n: int, every: int) -> Array:
 
 def _states_before_writes(S: Array, k: Array, v: Array, beta: Array, g: Array, *, after: bool = False) -> list[Array]:
     """The states before each of a token's n writes; with ``after``, also that after the last."""
-    S = jnp.exp(g[0])[..., None, None] * S
-    found = [S]
+    found, S = [S], jnp.exp(g[0])[..., None, None] * S
     for j in range(len(k)):
         error = v[j] - jnp.einsum("lbhkv,lbhk->lbhv", S, k[j], precision=HIGHEST)
         S = S + jnp.einsum("lbhk,lbhv->lbhkv", k[j], beta[j][..., None] * error, precision=HIGHEST)

@@ -16,6 +16,7 @@ from jaxdelta.dims import Tokens, accumulation_dtype, linear, precision_of
 
 Weight: TypeAlias = Float[Array, "Y D"]
 LOGITS_AT_ONCE = 2**26  # entries of the largest block of logits, 256 MiB in f32
+PLAINLY = 1e-2  # nats, above which a divergence is a difference of normalizers
 WORDS_AT_ONCE = 8192  # of a block of logits; on a CPU a wider block exceeds the caches and is a third slower
 
 
@@ -75,37 +76,49 @@ def divergence(
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """KL(p || p') in nats between the predictions p of ``hidden`` and p' of ``other``, and whether their first words agree.
 
-    With Delta = z - z' and c = E_p[Delta], KL = log E_p[exp(c - Delta)] = log(1 + E_p[expm1(c - Delta) - (c - Delta)]): a
-    mean of numbers >= 0, so that divergences far below the rounding of a loss are not lost.
+    With Delta = z - z' and c = E_p[Delta], KL = c - log Z + log Z'. Where that is small it would be lost in the rounding of
+    the logits, and KL = log E_p[exp(c - Delta)] = log(1 + E_p[expm1(c - Delta) - (c - Delta)]) is used: a mean of numbers
+    >= 0.
     """
     B, T, D = hidden.shape
     rows, others, wide = hidden.reshape(B * T, D), other.reshape(B * T, D), accumulation_dtype(hidden, other)
     none = jnp.full(B * T, -jnp.inf, wide)
 
     def first(sums, words):
-        """Largest logits and their words so far, of both; sum of exp z and of exp z Delta, relative to the largest z."""
-        (top, word), (other_top, other_word), offset, total, mean = sums
+        """Largest logits so far, their words and sums of exp z relative to them, of both; E_p[Delta] before division."""
+        (top, word, total), (other_top, other_word, other_total), offset, mean = sums
         z, z2 = (linear(x, words, dtype=wide) for x in (rows, others))
-        new = jnp.maximum(top, jnp.max(z, axis=-1))
-        p, shrink = jnp.exp(z - new[:, None]), jnp.exp(top - new)
+        new, p, shrink = _larger(top, z)
+        other_new, q, other_shrink = _larger(other_top, z2)
         word, other_word = (
             jnp.where(jnp.max(x, axis=-1) > t, offset + jnp.argmax(x, axis=-1).astype(jnp.int32), w)
             for x, t, w in ((z, top, word), (z2, other_top, other_word))
         )
-        other_top = jnp.maximum(other_top, jnp.max(z2, axis=-1))
-        mean = mean * shrink + jnp.sum(p * (z - z2), axis=-1)
         total = total * shrink + jnp.sum(p, axis=-1)
-        return (new, word), (other_top, other_word), offset + len(words), total, mean
+        other_total = other_total * other_shrink + jnp.sum(q, axis=-1)
+        mean = mean * shrink + jnp.sum(p * (z - z2), axis=-1)
+        return (new, word, total), (other_new, other_word, other_total), offset + len(words), mean
 
     zeros, nowhere = jnp.zeros(B * T, wide), jnp.zeros(B * T, jnp.int32)
-    begin = (none, nowhere), (none, nowhere), jnp.int32(0), zeros, zeros
-    (top, word), (_, other_word), _, total, mean = over_words(weight, B * T, first, begin)
+    begin = (none, nowhere, zeros), (none, nowhere, zeros), jnp.int32(0), zeros
+    of, of_other, _, mean = over_words(weight, B * T, first, begin)
+    (top, word, total), (other_top, other_word, other_total) = of, of_other
     centre = mean / total
+    plain = centre - (top + jnp.log(total)) + (other_top + jnp.log(other_total))
 
     def second(excess, words):
         z, z2 = (linear(x, words, dtype=wide) for x in (rows, others))
-        off = centre[:, None] - (z - z2)
-        return excess + jnp.sum(jnp.exp(z - top[:, None]) * (jnp.expm1(off) - off), axis=-1)
+        off, p = centre[:, None] - (z - z2), jnp.exp(z - top[:, None])
+        large = off > 1  # where p may vanish beside exp(off)
+        term = jnp.where(large, jnp.exp(z - top[:, None] + off) - p * (1 + off), p * (jnp.expm1(jnp.minimum(off, 1)) - off))
+        return excess + jnp.sum(term, axis=-1)
 
-    excess = over_words(weight, B * T, second, zeros) / total
-    return jnp.log1p(jnp.maximum(excess, 0)).reshape(B, T), (word == other_word).reshape(B, T)
+    small = jnp.log1p(jnp.maximum(over_words(weight, B * T, second, zeros) / total, 0))
+    kl = jnp.where(plain > PLAINLY, plain, small)
+    return kl.reshape(B, T), (word == other_word).reshape(B, T)
+
+
+def _larger(top: Array, z: Array) -> tuple[Array, Array, Array]:
+    """The largest logits so far and of ``z``, exp z relative to them, and the factor on earlier sums."""
+    new = jnp.maximum(top, jnp.max(z, axis=-1))
+    return new, jnp.exp(z - new[:, None]), jnp.exp(top - new)

@@ -3,8 +3,8 @@
 Colours of text and lines are ``currentColor``, so that the page decides between light and dark.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import altair as alt
 import numpy as np
@@ -13,20 +13,26 @@ import xarray as xr
 from jaxdelta.analysis.compare import UNTOUCHED, differences
 from jaxdelta.analysis.keys import against_horizon, forgetting_share
 from jaxdelta.analysis.spectrum import MEASURES, empty_states, over_documents, split_half
-from jaxdelta.analysis.storage import costs, spans
+from jaxdelta.analysis.storage import Cost, costs, spans
 from jaxdelta.analysis.sweep import summarize
 from jaxdelta.analysis.transitions.rows import transition_rows
 from jaxdelta.report.keys import HORIZON, drawn_horizon
 from jaxdelta.report.reads import directions_for
 from jaxdelta.report.sensitivity import head_rows
-from jaxdelta.report.spectrum import last_place
+from jaxdelta.report.spectrum import empty_line, last_place
+from jaxdelta.report.storage import by_head
 from jaxdelta.results.opened import Opened
 
 WIDTH, HEIGHT = 520, 300
 CELL = 26
+MOST_POINTS = 400  # of a line
 LOG = alt.Scale(type="log")
+MOST_LABELS = 60  # of an axis
 DECADES = [1e-6, 1e-4, 1e-2, 1]
 DIVERGING, SEQUENTIAL = "blueorange", "viridis"
+
+
+Table: TypeAlias = tuple[list[str], list[list[str]]]
 
 
 class Section(NamedTuple):
@@ -37,12 +43,14 @@ class Section(NamedTuple):
         prose: paragraphs, what the numbers mean.
         charts: Vega-Lite specifications, each with a caption.
         table: column names and rows of text; None if there is none.
+        heads: the same for every head.
     """
 
     title: str
     prose: list[str]
     charts: list[tuple[str, dict[str, Any]]]
-    table: tuple[list[str], list[list[str]]] | None
+    table: Table | None
+    heads: Table | None = None
 
 
 def sections(results: Opened) -> list[Section]:
@@ -101,7 +109,7 @@ def spectrum_sections(results: Opened) -> list[Section]:
             alt.Y(
                 "ratio:Q", title="sigma / largest", scale=alt.Scale(type="log"), axis=alt.Axis(format=".0e", values=DECADES)
             ),
-            alt.Color("head:N", title="head"),
+            alt.Color("head:O", title="head"),
             tooltip=[
                 "layer:O",
                 "head:O",
@@ -113,11 +121,12 @@ def spectrum_sections(results: Opened) -> list[Section]:
         .properties(width=170, height=130)
         .facet(facet=alt.Facet("layer:O", title="layer"), columns=3)
     )
-    base = _chart(points).encode(alt.X("name:N", title="layer.head", sort=None, axis=alt.Axis(labelAngle=-90)))
+    labels = alt.Axis(labelAngle=-90, labels=len(points) <= MOST_LABELS)
+    base = _chart(points).encode(alt.X("name:N", title="layer.head", sort=None, axis=labels))
     ranks = base.mark_rule().encode(
-        alt.Y("min:Q", title="effective rank"), alt.Y2("max:Q"), alt.Color("layer:N", title="layer")
+        alt.Y("min:Q", title="effective rank"), alt.Y2("max:Q"), alt.Color("layer:O", title="layer")
     ) + base.mark_point(filled=True, size=45, opacity=1).encode(
-        alt.Y("effective_rank:Q"), alt.Color("layer:N"), tooltip=["layer:O", "head:O", *(_tip(n) for n in MEASURES)]
+        alt.Y("effective_rank:Q"), alt.Color("layer:O"), tooltip=["layer:O", "head:O", *(_tip(n) for n in MEASURES)]
     )
     agreement = split_half(data).sel(at=at)
     body = []
@@ -125,12 +134,8 @@ def spectrum_sections(results: Opened) -> list[Section]:
         values = [p[name] for p in points]
         levels = [_number(x) for x in np.quantile(values, (0, 0.25, 0.5, 0.75, 1))] if values else ["-"] * 5
         body.append([name.replace("_", " "), *levels, _number(float(agreement[name]))])
-    empty = empty_states(data)
-    named = (
-        [f"{len(empty)} states are empty and left out, the first of layer {empty[0][2]}, head {empty[0][3]}."]
-        if empty
-        else []
-    )
+    empty = empty_states(data.sel(at=[at]))
+    named = [empty_line(empty).strip()] if empty else []
     prose = [
         "A state is a K x V matrix. Its numerical rank counts singular values above the rounding of float32, and is nearly "
         "full wherever old content has decayed without vanishing. Effective rank, the exponential of the entropy of the "
@@ -147,7 +152,7 @@ def spectrum_sections(results: Opened) -> list[Section]:
         ),
     ]
     table = (["measure", "min", "25 %", "median", "75 %", "max", "agreement of halves"], body)
-    return [Section("Spectra of the states", prose, charts, table)]
+    return [Section("Spectra of the states", prose, charts, table, _head_table(points, MEASURES))]
 
 
 def _tip(name: str, title: str | None = None) -> alt.Tooltip:
@@ -177,7 +182,7 @@ def keys_sections(results: Opened) -> list[Section]:
     tips = ["layer:O", "head:O", *(_tip(n) for n in ("horizon", "effective_rank", "mean_key", "key_rank_at_horizon"))]
     tips += [_tip("decayed_key_rank", "rank of P"), _tip("beta")]
 
-    base = _chart(points).encode(alt.X("drawn:Q", title=HORIZON, scale=LOG), alt.Color("layer:N", title="layer"))
+    base = _chart(points).encode(alt.X("drawn:Q", title=HORIZON, scale=LOG), alt.Color("layer:O", title="layer"))
     diagonal = (
         _chart([{"x": 1, "y": 1}, {"x": full, "y": full}])
         .mark_line(strokeDash=[5, 4], color="currentColor", opacity=0.6)
@@ -213,7 +218,7 @@ def keys_sections(results: Opened) -> list[Section]:
         ("How many directions the keys inside the horizon span.", _spec(keys.properties(width=WIDTH, height=220))),
     ]
     table = (["against the horizon", "Spearman over heads", "95 % (bootstrap over heads)"], body)
-    return [Section("Horizons and keys", prose, charts, table)]
+    return [Section("Horizons and keys", prose, charts, table, _head_table(points, names))]
 
 
 # Reads
@@ -244,7 +249,14 @@ def reads_sections(results: Opened) -> list[Section]:
         "reads of the segment's own writes. The share below is of energies, and may exceed 1 where the two cancel. Medians "
         "over documents and boundaries."
     ]
-    return [Section("What segments read of the states", prose, charts, None)]
+    return [Section("What segments read of the states", prose, charts, None, _head_table(cells, found))]
+
+
+def _head_table(points: Sequence[dict[str, Any]], names: Iterable[str]) -> Table:
+    """Numbers of every head, for those who do not hover."""
+    names = list(names)
+    body = [[f"{p['layer']}.{p['head']}", *(_number(p[name]) for name in names)] for p in points]
+    return ["layer.head", *(name.replace("_", " ") for name in names)], body
 
 
 def _cells(values: dict[str, xr.DataArray]) -> list[dict[str, Any]]:
@@ -306,7 +318,7 @@ def sweep_sections(results: Opened) -> list[Section]:
         [str(s.world.rank), *("all" if x is None else str(x) for x in s.world[1:]), *_texts(s)] for s in summarize(rows)
     ]
     narrow = [
-        {"layer": s.world.layer, "head": -1 if s.world.head is None else s.world.head, "rank": s.world.rank}
+        {"layer": s.world.layer, "head": "all" if s.world.head is None else s.world.head, "rank": s.world.rank}
         | _difference(s)
         for s in summarize(rows)
         if s.world.layer is not None
@@ -365,6 +377,7 @@ def storage_sections(results: Opened) -> list[Section]:
     """Divergence against bytes and against distance from the start."""
     rows = results.tables["rows"]
     found, known = costs(rows), spans(rows)
+    every = results.manifest["configuration"].get("every_token", False)
     points = [c._asdict() | {"KiB": c.bytes / 1024} for c in found if c.form != UNTOUCHED and c.kl > 0]
     tips = ["form:N", *(_tip(n) for n in ("KiB", "loss", "difference", "stderr", "kl", "agreement"))]
     color = alt.Color("form:N", title="form", sort=None)
@@ -380,19 +393,28 @@ def storage_sections(results: Opened) -> list[Section]:
     along = alt.X("token:Q", title="distance from the start (tokens)", scale=alt.Scale(type="log", base=2))
     lines = _chart(growth).mark_line(point=True).encode(along, kl, color, tooltip=["form:N", "from:Q", "to:Q", _tip("kl")])
     prose = [
-        "Every state is stored in a smaller form at every boundary, and read back by the next segment. Divergence is from "
-        "the predictions of the untouched model on the same text; where curves are flat, errors settle instead of growing."
+        f"Every state is stored in a smaller form {'after every token' if every else 'at every boundary'}, and read back. "
+        "Divergence is from the predictions of the untouched model on the same text; where curves are flat, errors settle "
+        "instead of growing."
     ]
-    body = [
-        [c.form, f"{c.bytes / 1024:.1f}", f"{c.loss:.4f}", f"{c.difference:+.5f}", f"{c.kl:.2e}", f"{c.agreement:.2%}"]
-        for c in found
-    ]
+    body = [[c.form, f"{c.bytes / 1024:.1f}", *_cost_texts(c)] for c in found]
     charts = [
         ("Divergence against the size of the state.", _spec(against.properties(width=WIDTH, height=HEIGHT))),
         ("Divergence by distance from the start.", _spec(lines.properties(width=WIDTH, height=220))),
     ]
-    table = (["form", "KiB", "loss", "difference", "KL", "same first word"], body)
+    for one in found[1:]:
+        errors, rounding = (by_head(rows, one.form, name) for name in ("state_error", "rounding"))
+        cells = [dict(layer=l, head=h, error=x, rounding=rounding.get((l, h), np.nan)) for (l, h), x in errors.items()]
+        tips = ["layer:O", "head:O", _tip("error"), _tip("rounding")]
+        said = f"{one.form}: error of each state at the last boundary, over the norm of the untouched one."
+        charts.append((said, _spec(_heat(cells, "error", SEQUENTIAL, tips))))
+    table = (["form", "KiB", "loss", "difference", "stderr", "KL", "same first word"], body)
     return [Section("What a smaller state costs", prose, charts, table)]
+
+
+def _cost_texts(cost: Cost) -> list[str]:
+    stderr = "-" if np.isnan(cost.stderr) else f"{cost.stderr:.5f}"
+    return [f"{cost.loss:.4f}", f"{cost.difference:+.5f}", stderr, f"{cost.kl:.2e}", f"{cost.agreement:.2%}"]
 
 
 # Sensitivity, transitions
@@ -447,7 +469,38 @@ def transitions_sections(results: Opened) -> list[Section]:
         "A token multiplies the state by alpha times a product of n_h Householder factors, each with one eigenvalue "
         "1 - beta |k|^2. A negative one turns a direction over, which counting and tracking need."
     ]
-    return [Section("Transitions", prose, charts, None)]
+    columns = ("beta_5", "beta_50", "beta_95", "alpha_50", "negative", "rotating", "rank_numerical", "rank_effective")
+    return [Section("Transitions", prose, charts, None, _head_table(rows, columns))]
+
+
+def trace_sections(results: Opened) -> list[Section]:
+    """Effective rank by token, at most MOST_POINTS a head, of each text."""
+    data = results.arrays["trace"]
+    found = []
+    for document in data["document"].values:
+        here = data.sel(document=document).isel(step=0)
+        here = here.isel(token=here["effective_rank"].notnull().any(("layer", "head")))
+        here = here.isel(token=slice(None, None, -(-here.sizes["token"] // MOST_POINTS)))
+        rank = here["effective_rank"].transpose("token", "layer", "head")
+        points = [
+            {"token": int(token), "layer": int(layer), "head": int(head), "rank": float(rank.values[t, l, h])}
+            for t, token in enumerate(rank["token"].values)
+            for l, layer in enumerate(rank["layer"].values)
+            for h, head in enumerate(rank["head"].values)
+            if not np.isnan(rank.values[t, l, h])
+        ]
+        tips = ["layer:O", "head:O", "token:Q", _tip("rank", "effective rank")]
+        y = alt.Y("rank:Q", title="effective rank before the write")
+        lines = _chart(points).mark_line(strokeWidth=1).encode(alt.X("token:Q"), y, alt.Color("head:O"), tooltip=tips)
+        lines = lines.properties(width=170, height=130).facet(facet=alt.Facet("layer:O", title="layer"), columns=3)
+        starts = [f"{x:,.0f}" for x in here["starts"].values[1:] if not np.isnan(x)]
+        more = f" Documents start at tokens {', '.join(starts)}." if starts else ""
+        found.append((f"{document}: effective rank by token.{more}", _spec(lines)))
+    prose = [
+        f"Effective rank of the state before the first write of a token. The model was made for {data.attrs['context']:,} "
+        "tokens: a rank that goes on growing beyond tells of a state that does not forget."
+    ]
+    return [Section("Ranks token by token", prose, found, None)]
 
 
 SECTIONS: dict[str, Callable[[Opened], list[Section]]] = {
@@ -457,6 +510,7 @@ SECTIONS: dict[str, Callable[[Opened], list[Section]]] = {
     "sweep": sweep_sections,
     "compare": compare_sections,
     "storage": storage_sections,
+    "trace": trace_sections,
     "sensitivity": sensitivity_sections,
     "transitions": transitions_sections,
 }

@@ -8,8 +8,10 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from jaxdelta.analysis.keys import against_horizon, by_horizon, forgetting_share, over_heads
+from jaxdelta.analysis.spectrum import empty_states
 from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet, spread
+from jaxdelta.report.spectrum import empty_line
 from jaxdelta.results.folder import write_tables
 
 HORIZON = "horizon (tokens; at most the text)"
@@ -27,7 +29,7 @@ def horizon_table(data: xr.Dataset) -> Sheet:
         f"{sum(row['heads'] for row in groups)} heads by horizon, {data.sizes['document']} documents",
         caption=f"{forgetting_share(data):.0%} of heads forget within a segment of {data.attrs['segment']} tokens. Medians "
         "over heads of their medians over documents. Mean key: norm of the mean normalised key. Keys: effective rank of "
-        "their plain covariance inside the horizon; P: of their decayed covariance.",
+        "their plain covariance inside the horizon; P: of their decayed covariance." + empty_line(empty_states(data)),
     )
     for heading in ("horizon,\ntokens", "heads"):
         view.add_column(heading)

@@ -70,7 +70,7 @@ def report(folders: Sequence[Path | str], file: Path | str) -> Path:
 def _sections(results: Opened) -> list[Section]:
     try:
         found = sections(results)
-    except (KeyError, IndexError, AttributeError, TypeError) as error:
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         raise ResultsError(
             f"{results.folder} does not hold what a {results.analysis} of this version holds ({type(error).__name__}: "
             f"{error}); run the analysis again in another folder"
@@ -102,10 +102,16 @@ def page(results: Sequence[Opened], found: Sequence[tuple[Opened, Section]]) -> 
     configuration = results[0].manifest["configuration"]
     title = f"{configuration.get('model', 'model')}: the recurrent memory"
     segments = {one.manifest["configuration"].get("segment") for one in results} - {None}
-    notes = [
-        f"<p>The results have different segments ({', '.join(map(str, sorted(segments)))} tokens); numbers at boundaries "
-        "are not comparable across them.</p>"
-    ]
+    notes = []
+    if len(segments) > 1:
+        notes.append(
+            f"The results have different segments ({', '.join(map(str, sorted(segments)))} tokens); numbers at boundaries "
+            "are not comparable across them."
+        )
+    if len({_documents(one) for one in results} - {frozenset()}) > 1:
+        notes.append("The results are of different documents; see the tables and manifests.")
+    if len({json.dumps(one.manifest["configuration"].get("environment"), sort_keys=True) for one in results}) > 1:
+        notes.append("The results were measured with different versions or devices; see the manifests.")
     contents = "".join(f'<li><a href="#s{i}">{_text(s.title)}</a></li>' for i, (_, s) in enumerate(found))
     body = "".join(_section(i, one, section, len(results) > 1) for i, (one, section) in enumerate(found))
     manifests = "".join(
@@ -117,7 +123,7 @@ def page(results: Sequence[Opened], found: Sequence[tuple[Opened, Section]]) -> 
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body><h1>{_text(title)}</h1>"
-        f"<p>{_text(_about(results))}</p>{''.join(notes) if len(segments) > 1 else ''}"
+        f"<p>{_text(_about(results))}</p>{''.join(f'<p>{_text(note)}</p>' for note in notes)}"
         f'<nav aria-label="Contents"><ol>{contents}<li><a href="#made">How it was made</a></li></ol></nav>{body}'
         f'<section id="made"><h2>How it was made</h2>{manifests}</section>'
         f"<script>{vl_convert.javascript_bundle()}</script><script>{SCRIPT}</script></body></html>\n"
@@ -143,18 +149,28 @@ def _section(index: int, results: Opened, section: Section, several: bool) -> st
     prose = "".join(f"<p>{_text(paragraph)}</p>" for paragraph in section.prose)
     configuration = results.manifest["configuration"]
     where = f"<p><small>{_text(results.folder.name)}, segments of {configuration.get('segment')} tokens</small></p>"
-    table = "" if section.table is None else _table(*section.table)
+    tables = "" if section.table is None else _table("Numbers", *section.table, shown=True)
+    tables += "" if section.heads is None else _table("Every head", *section.heads, shown=False)
     return (
-        f'<section id="s{index}"><h2>{_text(section.title)}</h2>{where if several else ""}{prose}{charts}{table}</section>'
+        f'<section id="s{index}"><h2>{_text(section.title)}</h2>{where if several else ""}{prose}{charts}{tables}</section>'
     )
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _documents(results: Opened) -> frozenset[str]:
+    """Names of the documents of results, as far as they are told."""
+    labelled = [data["document"].values for data in results.arrays.values() if "document" in data.coords]
+    arrays = [str(name) for names in labelled for name in names]
+    rows = results.tables.get("rows")
+    named = rows["document"].to_pylist() if rows is not None and "document" in rows.column_names else []
+    return frozenset([*arrays, *named])
+
+
+def _table(summary: str, names: Sequence[str], rows: Sequence[Sequence[str]], *, shown: bool) -> str:
     head = "".join(f'<th scope="col">{_text(name)}</th>' for name in names)
     body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return (
-        f'<details open><summary>Numbers</summary><div class="wide"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div></details>"
+        f'<details{" open" if shown else ""}><summary>{summary}</summary><div class="wide"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>"
     )
 
 

@@ -7,8 +7,10 @@ import pyarrow as pa
 import xarray as xr
 from matplotlib.figure import Figure
 
+from jaxdelta.analysis.spectrum import empty_states
 from jaxdelta.report.figure import layer_panels, save_figures
 from jaxdelta.report.sheet import Sheet, spread
+from jaxdelta.report.spectrum import empty_line
 from jaxdelta.results.folder import write_tables
 
 HELD = 0.99  # share of the energy that is read
@@ -32,7 +34,7 @@ def table(data: xr.Dataset) -> Sheet:
         caption="Carried: energy of what is read of the state over that of the head's outputs, least, median and largest "
         "head; above 1 where the segment's own writes cancel a part. Effective ranks of the state, of the root of the read "
         f"Gramian, and of both together; directions that give {HELD:.0%} of what is read. Medians over documents and "
-        "boundaries.",
+        "boundaries." + empty_line(empty_states(data.isel(direction=0), norm="sigma")),
     )
     for heading in ("layer", "carried"):
         view.add_column(heading)

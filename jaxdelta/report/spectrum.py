@@ -1,6 +1,8 @@
 """Tables, rows and figures of spectra of states. Reads datasets only."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +41,7 @@ def measure_table(data: xr.Dataset) -> Sheet:
     view = Sheet(
         f"States of {heads} heads after {read} tokens, {documents} document{'s' * (documents > 1)}",
         caption="Over heads, of the median over documents. Spread: max - min over documents, median over heads. Halves: "
-        "Spearman's correlation over heads between two halves of the documents." + _empty(data),
+        "Spearman's correlation over heads between two halves of the documents." + empty_line(empty_states(data)),
     )
     view.add_column("measure", prose=True)
     for heading in ("min", "25 %", "median", "75 %", "max"):
@@ -59,12 +61,12 @@ def measure_table(data: xr.Dataset) -> Sheet:
     return view
 
 
-def _empty(data: xr.Dataset) -> str:
-    found = empty_states(data)
+def empty_line(found: Sequence[tuple[Any, ...]]) -> str:
+    """A caption's line that names empty states, given as (document, ..., layer, head); an empty text without any."""
     if not found:
         return ""
-    named = ", ".join(f"layer {layer} head {head} of {document} at {at}" for document, at, layer, head in found[:3])
-    return f" {len(found)} states are empty and left out: {named}{', ...' if len(found) > 3 else ''}."
+    named = [f"layer {layer} head {head} of {' at '.join(map(str, place))}" for *place, layer, head in found[:3]]
+    return f" {len(found)} states are empty and left out: {', '.join(named)}{', ...' if len(found) > 3 else ''}."
 
 
 def layer_table(data: xr.Dataset) -> Sheet:

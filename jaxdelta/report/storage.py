@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from jaxdelta.analysis.compare import UNTOUCHED
-from jaxdelta.analysis.storage import costs, spans
+from jaxdelta.analysis.storage import costs, growth, spans
 from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet
 
@@ -51,8 +51,9 @@ def distance_table(rows: pa.Table) -> Sheet:
     known = spans(rows)
     view = Sheet(
         "Divergence by distance from the start",
-        caption="KL in nats a token over tokens from ... to, mean over the documents that reach them. Last over second: "
-        "above 1 the error grows with the text, near 1 it settles. The first segment comes before any boundary.",
+        caption="KL in nats a token over tokens from ... to, mean over the documents that fill the span. Last over second: "
+        "of those that fill both; above 1 the error grows with the text, near 1 it settles. The first segment comes before "
+        "any boundary.",
     )
     view.add_column("form", prose=True)
     for low, high in known[1:]:
@@ -61,7 +62,7 @@ def distance_table(rows: pa.Table) -> Sheet:
     by_span = {span: {c.form: c.kl for c in costs(rows, span)} for span in known}
     for one in costs(rows)[1:]:
         values = [by_span[span].get(one.form, np.nan) for span in known[1:]]
-        ratio = values[-1] / values[0] if len(values) > 1 and values[0] > 0 else np.nan
+        ratio = growth(rows, one.form)
         view.add_row(one.form, *(f"{x:.1e}" for x in values), "-" if np.isnan(ratio) else f"{ratio:.2f}")
     return view
 
@@ -70,7 +71,7 @@ def head_table(rows: pa.Table) -> Sheet:
     """Errors of states over heads, and the head with the largest, for each form."""
     view = Sheet(
         "Where the error is born",
-        caption="Rounding: what storing alone changes at a boundary, over the norm of the arriving state. Error: of the "
+        caption="Rounding: what storing alone changes, over the norm of the arriving state, mean. Error: of the "
         "state at the last boundary, against the untouched one. Means over documents; median and largest head, which is "
         "named by layer and head.",
     )
@@ -89,10 +90,10 @@ def head_table(rows: pa.Table) -> Sheet:
 
 
 def by_head(rows: pa.Table, form: str, column: str) -> dict[tuple[int, int], float]:
-    """Mean of a column over documents, by layer and head."""
+    """Mean of a column over documents, by layer and head; empty states are left out."""
     found: dict[tuple[int, int], list[float]] = {}
     for row in rows.to_pylist():
-        if row["form"] == form and row["layer"] is not None:
+        if row["form"] == form and row["layer"] is not None and row["num_boundaries"] > 0 and not np.isnan(row[column]):
             found.setdefault((row["layer"], row["head"]), []).append(row[column])
     return {place: float(np.mean(values)) for place, values in found.items()}
 

@@ -143,7 +143,8 @@ def run_with_cache(
 
     Args:
         tokens: whole numbers [B, N], or [N] for one text, of at least 2 tokens.
-        names: one name or several, or a function of a name; None is all.
+        names: one name or several, or a function of a name; None is all but ``hook_qbar``, which takes memory for T x T
+            numbers a head and segment.
         segment: tokens between two boundaries; None is the whole text at once.
         intervention: at every boundary.
         hooks: as in :func:`run_with_hooks`; the cache has the replaced activations.
@@ -198,7 +199,7 @@ def run_with_hooks(
 
 def _chosen(places: dict[str, _Place], names: Any) -> list[str]:
     if names is None:
-        return list(places)
+        return [name for name, place in places.items() if place.array != QBAR]
     if isinstance(names, str):
         return [names]
     if callable(names):
@@ -253,7 +254,10 @@ class _Replaced:
         if self.columns is None:
             return self.function(x, point)
         begin, end, _ = self.columns
-        found = self.function(_part(x, *self.columns), point)
+        part = _part(x, *self.columns)
+        found = self.function(part, point)
+        if getattr(found, "shape", None) != part.shape or found.dtype != part.dtype:
+            raise ValueError(f"the hook on {self.name} gives {shown(found)}; expected {part.dtype}{list(part.shape)}")
         return x.at[..., begin:end].set(found.reshape(*x.shape[:2], -1))
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from jaxdelta.arguments import shown
 from jaxdelta.dims import AnyArray, stacked_alike
 from jaxdelta.models.decoder import Decoder
 from jaxdelta.nn.head import token_losses
@@ -76,6 +77,12 @@ class Seen:
         self.model, self.tokens, self.targets, self.length = model, tokens, targets, length
         self.hidden: Array
         self.arrays: dict[str, dict[int, Array]] = {}
+
+    @property
+    def is_text(self) -> Bool[Array, "B T"]:
+        """Which tokens are text and not padding."""
+        T = self.tokens.shape[1]
+        return jnp.ones(self.tokens.shape, bool) if self.length is None else jnp.arange(T) < self.length[:, None]
 
     def stacked(self, name: str, layers: Sequence[int] | None = None) -> Array:
         """An array of several layers, along a new first axis; ``layers`` None is all that have it, in depth order.
@@ -152,10 +159,10 @@ class Taps:
         for edit, values in zip(self.edits, self.values, strict=True):
             if edit.name == name and edit.layer in (None, layer):
                 edited = edit.change(x, values, self.positions)
-                if edited.shape != x.shape or edited.dtype != x.dtype:
+                if getattr(edited, "shape", None) != x.shape or edited.dtype != x.dtype:
+                    gives = f"{edited.dtype}{list(edited.shape)}" if hasattr(edited, "dtype") else shown(edited)
                     raise ValueError(
-                        f"the edit of {name} in layer {layer} gives {edited.dtype}{list(edited.shape)}; "
-                        f"expected {x.dtype}{list(x.shape)}"
+                        f"the edit of {name} in layer {layer} gives {gives}; expected {x.dtype}{list(x.shape)}"
                     )
                 x = edited
         if name in self.wanted:

@@ -81,8 +81,15 @@ def test_a_direction_that_nobody_asks_for_contributes_nothing():
 def test_an_empty_state_contributes_nothing_and_silence_has_no_share():
     found = of_boundary(np.zeros((1, 1, 3, 2)), np.eye(3)[None, None], np.zeros((1, 1)))
     assert not found["contribution"].any()
-    assert np.isnan(found["carried"]).all()
-    assert found["stored_rank"] == found["balanced_rank"] == 0
+    assert np.isnan([found[name] for name in ("carried", "stored_rank", "read_rank", "balanced_rank")]).all()
+
+
+def test_parallel_queries_have_a_read_rank_of_one_in_spite_of_rounding():
+    """O of 256 parallel queries, summed in f32."""
+    q = np.random.default_rng(0).standard_normal(128).astype(np.float32)
+    O = np.sum([np.outer(x * q, x * q) for x in np.linspace(0.5, 2, 256, dtype=np.float32)], axis=0, dtype=np.float32)
+    found = of_boundary(np.eye(128)[None, None], O[None, None], np.ones((1, 1)))
+    assert found["read_rank"].item() == pytest.approx(1, abs=1e-3)
 
 
 def test_documents_without_a_boundary_are_left_out(model):

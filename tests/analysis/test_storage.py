@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxdelta as jd
-from jaxdelta.analysis.storage import Form, _spans, costs, form, spans, storage_costs
+from jaxdelta.analysis.storage import Form, _spans, costs, form, growth, spans, storage_costs
 from jaxdelta.nn import head
 from ports.compare import relative_error
 from tests.tiny import fresh_model, tokens
@@ -133,6 +133,31 @@ def test_divergences_are_those_of_full_logits(words, x64):
     np.testing.assert_array_equal(agrees, jnp.argmax(p, -1) == jnp.argmax(q, -1))
 
 
+@pytest.mark.parametrize("far", (3.0, 30.0, 100.0, 1000.0))
+def test_divergences_of_words_that_rise_from_nowhere_are_finite(far):
+    """p is 1/3, exp(-far) and 1/3 over its sum; p' is flat."""
+    h = np.array([0.0, -far, 0.0], np.float32)
+    kl, _ = head.divergence(jnp.eye(3), jnp.asarray(h)[None, None], jnp.zeros((1, 1, 3)))
+    p = np.exp(h.astype(np.float64)) / np.exp(h.astype(np.float64)).sum()
+    assert kl[0, 0] == pytest.approx(np.sum(p[p > 0] * np.log(3 * p[p > 0])), rel=1e-5)
+
+
+def test_a_shift_of_all_logits_is_no_divergence():
+    rng = np.random.default_rng(0)
+    h = jnp.asarray(rng.standard_normal((1, 4, 5)), jnp.float32)
+    weight = jnp.concatenate([jnp.asarray(rng.standard_normal((97, 4)), jnp.float32), jnp.ones((97, 1))], axis=1)
+    kl, agrees = head.divergence(weight, h, h.at[..., 4].add(50.0))
+    assert (np.abs(kl) < 1e-8).all()
+    assert agrees.all()
+
+
+def test_growth_is_over_documents_that_fill_both_spans(rows):
+    found = growth(rows, "int3")
+    by = {(r["document"], r["from"]): r["kl"] for r in rows.to_pylist() if r["form"] == "int3" and r["from"] is not None}
+    first = min(d for d, _ in by)
+    assert found == pytest.approx(by[first, 16] / by[first, 8])
+
+
 def test_tiny_divergences_are_not_lost_in_f32():
     """Logits 1e-4 apart: 5e-9 nats, where losses are rounded to 2e-7."""
     rng = np.random.default_rng(0)
@@ -167,7 +192,7 @@ def test_divergence_and_agreement_are_those_of_the_logits(model, rows):
     kl, agrees = jnp.sum(jnp.exp(p) * (p - q), axis=-1), jnp.argmax(p, -1) == jnp.argmax(q, -1)
     first = min(r["document"] for r in rows.to_pylist())
     of_form = [r for r in rows.to_pylist() if (r["document"], r["form"]) == (first, "int3") and r["layer"] is None]
-    assert [(r["from"], r["to"]) for r in of_form] == [(None, None), (0, 8), (8, 16), (16, 32), (32, 64)]
+    assert [(r["from"], r["to"]) for r in of_form] == [(None, None), (0, 8), (8, 16), (16, 32)]
     for row in of_form:
         span = slice(row["from"] or 0, row["to"])
         assert row["kl"] == pytest.approx(float(kl[span].mean()), rel=1e-3, abs=1e-9)
@@ -189,7 +214,7 @@ def test_errors_of_states_are_those_at_the_last_boundary(model, rows):
     }
     assert len(found) == 12
     for layer, name in zip((0, 2), names, strict=True):
-        a, b = (x[name][0, -1].astype(np.float64) for x in (world, base))
+        a, b = (x[name][0, 4].astype(np.float64) for x in (world, base))  # at 32 of 41 tokens
         expected = np.linalg.norm(a - b, axis=(-2, -1)) / np.linalg.norm(b, axis=(-2, -1))
         np.testing.assert_allclose([found[layer, h]["state_error"] for h in range(6)], expected, rtol=1e-3)
         assert all(0.01 < found[layer, h]["rounding"] < 1 for h in range(6))
@@ -204,8 +229,9 @@ def test_what_is_kept_whole_costs_nothing_and_fewer_bits_cost_more(rows):
 
 
 def test_spans_are_a_segment_and_powers_of_two_of_it():
-    assert list(_spans(40, 8)) == [(None, None), (0, 8), (8, 16), (16, 32), (32, 64)]
-    assert list(_spans(5, 8)) == [(None, None), (0, 8)]
+    """Those that the text fills."""
+    assert list(_spans(40, 8)) == [(None, None), (0, 8), (8, 16), (16, 32)]
+    assert list(_spans(5, 8)) == [(None, None)]
 
 
 def test_storing_after_every_token_has_a_boundary_after_each(model):
@@ -214,7 +240,7 @@ def test_storing_after_every_token_has_a_boundary_after_each(model):
     by_hand = jd.run(model, tokens(12)[0][None], segment=1, intervention=jd.Quantise(4)).losses[0].mean()
     (one,) = [c for c in costs(found) if c.form == "int4"]
     assert one.loss == pytest.approx(by_hand, rel=1e-5)
-    assert spans(found) == [(0, 4), (4, 8), (8, 16)]
+    assert spans(found) == [(0, 4), (4, 8)]
 
 
 @pytest.mark.parametrize(

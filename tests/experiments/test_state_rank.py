@@ -31,7 +31,7 @@ def published():
     cut = {12: difference(12, 0.015, 0.5), 1: difference(1, 0.06, 2.0)}
     return dict(
         effective=effective, numerical=np.full(100, 127.0), spread=np.full(100, 0.1), heads=heads, spearman=0.91
-    ) | {"all": cut, "copy": cut, "documents": 8}
+    ) | {"all": cut, "copy": cut, "documents": 8, "directions": 128}
 
 
 def by_number(rows):
@@ -59,6 +59,11 @@ def test_other_numbers_do_not_agree_and_say_why(published, name, value, number):
     row = by_number(sheet.lines(published | {name: value}, "qwen3.5-0.8b"))[number]
     assert row["agrees"] is False
     assert row["why"] == "8 other texts"
+
+
+def test_a_model_of_another_size_is_not_judged(published):
+    with pytest.raises(ValueError, match=r"states have 32 directions, those of qwen3\.5-0\.8b 128"):
+        sheet.lines(published | {"directions": 32}, "qwen3.5-0.8b")
 
 
 def test_there_is_no_verdict_on_another_model_and_none_without_a_measurement(published):

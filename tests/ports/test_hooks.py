@@ -87,7 +87,7 @@ def test_every_activation_is_that_of_transformers(checkpoint, segment, monkeypat
             inside = np.repeat(l2norm(jnp.asarray(expected[f"{at}hook_{part}"])), repeats, axis=2)
             assert relative_error(cache.pop(f"{at}hook_{part}_normed"), inside) < ACTIVATIONS
         cache[at + "hook_state"] = cache[at + "hook_state"][:, -1]
-        del cache[at + "hook_state_before"], cache[at + "hook_qbar"]  # of a segment, which transformers does not know
+        del cache[at + "hook_state_before"]  # of a segment, which transformers does not know
     assert cache.keys() == expected.keys()
     for name, x in expected.items():
         assert relative_error(cache[name].reshape(x.shape), x) < ACTIVATIONS, name

@@ -22,7 +22,7 @@ from tests.tiny import fresh_model, tokens
 
 SEGMENT = 8
 NAME = "</script><b>model</b>"  # as a folder may be called
-ANALYSES = ("spectrum", "keys", "reads", "sweep", "by head", "compare", "storage", "sensitivity", "transitions")
+ANALYSES = ("spectrum", "keys", "reads", "sweep", "by head", "compare", "storage", "sensitivity", "transitions", "trace")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def folders(tmp_path_factory):
     jd.storage_costs(model, documents, ["int8", "rank=2"], **of["storage"])
     jd.sensitivity_maps(model, documents, samples=1, **of["sensitivity"])
     jd.ledger_of(model, documents, windows=(1, 4), **of["transitions"])
+    jd.rank_trace(model, documents, **of["trace"])
     return [root / name for name in ANALYSES]
 
 
@@ -84,6 +85,7 @@ def test_every_analysis_has_its_section(page):
         "What a smaller state costs",
         "Sensitivity of the loss to heads",
         "Transitions",
+        "Ranks token by token",
         "How it was made",
     ]
 
@@ -112,7 +114,7 @@ def _rows(spec):
 
 
 def test_every_chart_can_be_drawn(page):
-    assert len(page[1].charts) == 2 + 3 + 2 + 1 + 1 + 1 + 2 + 3 + 3
+    assert len(page[1].charts) == 2 + 3 + 2 + 1 + 1 + 1 + 4 + 3 + 3 + 2
     for spec in page[1].charts.values():
         drawn = vl_convert.vegalite_to_svg(spec)
         assert "<path" in drawn
@@ -197,6 +199,20 @@ def test_results_of_several_segments_say_so(folders, tmp_path):
     jd.keys(model, tokens(20), segment=4, out=tmp_path / "four", name=NAME)
     text = report([folders[0], tmp_path / "four"], tmp_path / "r.html").read_text()
     assert "different segments (4, 8 tokens)" in text
+    assert "The results are of different documents" in text
+
+
+def test_every_head_has_its_row_of_numbers(page):
+    """For those who do not hover."""
+    assert page[0].count("<summary>Every head</summary>") == 4
+    assert page[0].count("<td>2.5</td>") >= 4
+
+
+def test_a_layer_cut_as_a_whole_is_no_head(folders, tmp_path):
+    model = fresh_model(layer_kinds=("linear", "attention", "linear"))
+    jd.sweep(model, tokens(20), ranks=(1,), scope="layer", segment=SEGMENT, out=tmp_path / "layers")
+    charts = Page(report([tmp_path / "layers"], tmp_path / "r.html").read_text()).charts
+    assert {row["head"] for row in _rows(charts["c0-0"])} == {"all"}
 
 
 # Read by others

@@ -48,23 +48,23 @@ def cached(model):
 
 @pytest.mark.parametrize("name", ("qwen", "product", "without gates"))
 def test_activations_of_segments_are_those_of_one_pass(models, name):
-    logits, segmented = jd.run_with_cache(models[name], IDS, segment=SEGMENT)
+    logits, segmented = jd.run_with_cache(models[name], IDS, jd.hook_names(models[name]), segment=SEGMENT)
     expected, whole = jd.run_with_cache(models[name], IDS)
-    assert list(whole) == list(segmented) == jd.hook_names(models[name])
+    assert list(segmented) == jd.hook_names(models[name])
+    assert list(whole) == [name for name in segmented if not name.endswith("qbar")]
     assert relative_error(logits, expected) < BOUND
     for name, x in whole.items():
         if name.endswith(("hook_state", "hook_state_before")):
             assert (segmented[name].shape[1], x.shape[1]) == (3, 1)
             assert relative_error(segmented[name][:, -1:], x) < BOUND or name.endswith("before")
-        elif not name.endswith("hook_qbar"):  # which goes back to the start of its segment
+        else:
             assert relative_error(segmented[name], x) < BOUND, name
 
 
 def test_shapes_are_those_of_transformer_lens(models):
     """[batch, pos, head, dim]: key heads before the norm, value heads after; n_h entries a token for what is written."""
-    shapes = {
-        name.split(".")[-1]: x.shape for name, x in jd.run_with_cache(models["product"], IDS, segment=SEGMENT)[1].items()
-    }
+    _, cache = jd.run_with_cache(models["product"], IDS, lambda name: True, segment=SEGMENT)
+    shapes = {name.split(".")[-1]: x.shape for name, x in cache.items()}
     K, V, n = PRODUCT.key_dim, PRODUCT.value_dim, 3
     assert shapes["hook_resid_post"] == shapes["hook_out"] == (2, N, PRODUCT.width)
     assert shapes["hook_q_pre_conv"] == shapes["hook_q"] == (2, N, 2, K)
@@ -184,6 +184,13 @@ def test_a_state_is_patched_from_another_prompt(model):
     assert relative_error(found[:, SEGMENT:], expected) < BOUND
 
 
+@pytest.mark.parametrize("gives", [lambda x, h: x[:, :, :1], lambda x, h: x.astype(jnp.bfloat16), lambda x, h: None])
+def test_a_part_of_another_shape_or_dtype_is_refused(model, gives):
+    name = "blocks.0.linear_attn.hook_k_pre_conv"
+    with pytest.raises(ValueError, match=f"the hook on {name} gives .*; expected float32"):
+        jd.run_with_hooks(model, IDS, [(name, gives)], segment=SEGMENT)
+
+
 def test_hooks_on_one_activation_apply_in_order(model):
     name = "blocks.0.hook_resid_post"
     hooks = [(name, lambda x, hook: x + 1), (name, lambda x, hook: 2 * x)]
@@ -222,6 +229,7 @@ def test_a_function_is_told_where_it_is(model):
         (lambda m: jd.run_with_hooks(m, IDS, [("blocks.0.linear_attn.hook_qbar", same)]), ValueError, "replace those"),
         (lambda m: jd.run_with_hooks(m, IDS, [same]), TypeError, "a hook is"),
         (lambda m: jd.run_with_hooks(m, IDS, [("blocks.0.hook_mlp_out", lambda x, h: x[:1])]), ValueError, "gives float32"),
+        (lambda m: jd.run_with_hooks(m, IDS, [("blocks.0.hook_mlp_out", lambda x, h: None)]), ValueError, "gives None"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told(model, call, error, said):
