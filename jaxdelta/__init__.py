@@ -34,7 +34,7 @@ from jaxdelta.ops.delta_product import gated_delta_product, gated_delta_product_
 from jaxdelta.ops.delta_rule import gated_delta_rule, gated_delta_rule_chunked
 from jaxdelta.ops.low_rank import truncate
 from jaxdelta.ops.nearest_product import nearest_product
-from jaxdelta.ops.reads import Reads, RecallErrors, reads, recall_errors
+from jaxdelta.ops.reads import Contributions, Reads, RecallErrors, contributions, reads, recall_errors
 from jaxdelta.ops.reflections import reflections
 from jaxdelta.ops.spectra import effective_rank, energy_rank, singular_values, stable_rank, threshold_rank
 from jaxdelta.results.folder import ResultsError
@@ -139,8 +139,10 @@ __all__ = [  # noqa: RUF022
     "gated_delta_product_chunked",
     "gated_delta_rule",
     "gated_delta_rule_chunked",
+    "Contributions",
     "Reads",
     "RecallErrors",
+    "contributions",
     "reads",
     "recall_errors",
     "truncate",

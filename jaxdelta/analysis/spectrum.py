@@ -46,7 +46,7 @@ END = "end"
 THRESHOLD = 1e-4
 ENERGY = (0.9, 0.99, 0.999)
 DESCRIPTIONS = {  # long name and units of each variable
-    "boundary": ("tokens that the state has read", "tokens"),
+    "tokens": ("tokens that the state has read", "tokens"),
     "sigma": ("singular value of the state", "1"),
     "numerical_rank": ("singular values above max(K, V) eps(f32) sigma_1", "directions"),
     "threshold_rank": (f"singular values above {THRESHOLD:g} sigma_1", "directions"),
@@ -58,7 +58,7 @@ DESCRIPTIONS = {  # long name and units of each variable
     "nuclear_norm": ("sum of the singular values", "1"),
     "frobenius_norm": ("root of the sum of squared singular values", "1"),
 }
-MEASURES = tuple(name for name in DESCRIPTIONS if name not in ("boundary", "sigma"))
+MEASURES = tuple(name for name in DESCRIPTIONS if name not in ("tokens", "sigma"))
 
 
 def spectrum(
@@ -83,7 +83,7 @@ def spectrum(
 
     Returns:
         A dataset over (document, at, layer, head), NaN where a document is shorter: the measures above; ``sigma`` with a
-        last axis ``direction``, descending; and ``boundary`` (document, at), the tokens that the state has read. ``at`` is
+        last axis ``direction``, descending; and ``tokens`` (document, at), the tokens that the state has read. ``at`` is
         text: a number of tokens, or "end". Ranks of an empty state are 0; see :func:`empty_states`.
 
     Raises:
@@ -200,7 +200,7 @@ def measures(sigma: Float[np.ndarray, "N L H R"], sizes: Sizes) -> dict[str, Flo
 
 def _dataset(config: DecoderConfig, name: str, places: dict[str, int], sigma: Float[np.ndarray, "N L H R"]) -> xr.Dataset:
     axes = ("document", "at", "layer", "head")
-    found = {"boundary": (axes[:2], np.array([list(places.values())], float)), "sigma": ((*axes, "direction"), sigma[None])}
+    found = {"tokens": (axes[:2], np.array([list(places.values())], float)), "sigma": ((*axes, "direction"), sigma[None])}
     found |= {x: (axes, values[None]) for x, values in measures(sigma, sizes_of(config)).items()}
     coords = {
         "document": [name],

@@ -21,9 +21,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxdelta.dims import Gates, Keys, State, StepGates, StepKeys, StepValues, keeps_f64, matmul
+from jaxdelta.dims import HIGHEST, Gates, Keys, State, StepGates, StepKeys, StepValues, keeps_f64, matmul
 from jaxdelta.ops.delta_product import decay_of_steps
 from jaxdelta.ops.delta_rule import CHUNK_SIZE, chunked, inverse_unit_lower, prepare, segment_sums
+from jaxdelta.ops.directions import directions
 
 
 class Reads(NamedTuple):
@@ -71,6 +72,31 @@ def reads(
     A = matmul(matmul(q, kT) * D[..., last, :], X * D * beta[..., None, :])
     qbar = gamma[..., last, :] * q - matmul(A, gamma * k)
     return Reads(jnp.moveaxis(qbar, 2, 1), A)
+
+
+class Contributions(NamedTuple):
+    """What each singular direction of a state adds to outputs: ``amount[..., t, i] * direction[..., i, :]``.
+
+    Attributes:
+        amount: Float[B T H R], sigma_i (u_i . qbar_t), the largest sigma first.
+        direction: Float[B H R V], v_i; zeros where sigma_i is 0.
+    """
+
+    amount: Array
+    direction: Array
+
+
+@keeps_f64
+def contributions(S: State, qbar: Keys) -> Contributions:
+    """The outputs S^T qbar_t of a span taken apart by the directions of the state before it, exactly.
+
+    They are outputs of the rule, before the head's norm, its gate and the output projection. Inside a block of equal
+    singular values only sums over the block have a meaning. For :func:`reads` see there.
+    """
+    U, sigma, right = directions(S)
+    there = sigma > 0
+    unit = jnp.where(there[..., None], right / jnp.where(there, sigma, 1)[..., None], 0)
+    return Contributions(jnp.einsum("bthk,bhkr,bhr->bthr", qbar, U, sigma, precision=HIGHEST), unit)
 
 
 class RecallErrors(NamedTuple):

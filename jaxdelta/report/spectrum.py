@@ -35,7 +35,7 @@ def measure_table(data: xr.Dataset) -> Sheet:
     at = last_place(data)
     found, agreement = over_documents(data).sel(at=at), split_half(data).sel(at=at)
     documents = data.sizes["document"]
-    lowest, highest = (int(f(data["boundary"].sel(at=at))) for f in (np.nanmin, np.nanmax))
+    lowest, highest = (int(f(data["tokens"].sel(at=at))) for f in (np.nanmin, np.nanmax))
     read = f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}"
     heads = int(data["frobenius_norm"].sel(at=at).notnull().any("document").sum())
     view = Sheet(
@@ -83,19 +83,19 @@ def layer_table(data: xr.Dataset) -> Sheet:
 
 
 def rows(data: xr.Dataset) -> pa.Table:
-    """A row a document, place, layer and head: document, boundary, is_end, layer, linear_layer, head, every measure."""
+    """A row a document, place, layer and head: document, tokens, is_end, layer, linear_layer, head, every measure."""
     found = []
     for document in data["document"].values:
         for at in data["at"].values:
             here = data.sel(document=document, at=at)
-            if np.isnan(here["boundary"]):
+            if np.isnan(here["tokens"]):
                 continue
             for layer, linear_layer in zip(data["layer"].values, data["linear_layer"].values, strict=True):
                 there = here.sel(layer=layer)
                 for head in np.flatnonzero(~np.isnan(there["frobenius_norm"].values)):
                     place = dict(
                         document=str(document),
-                        boundary=int(here["boundary"]),
+                        tokens=int(here["tokens"]),
                         is_end=bool(at == END),
                         layer=int(layer),
                         linear_layer=int(linear_layer),

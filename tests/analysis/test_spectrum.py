@@ -77,7 +77,7 @@ def test_singular_values_are_those_of_the_states_at_each_place(model, found):
     for document, ids in zip(found["document"].values, tokens(*LENGTHS), strict=True):
         for at in found["at"].values:
             here = found.sel(document=document, at=at)
-            seen = here["boundary"].item()
+            seen = here["tokens"].item()
             if np.isnan(seen):
                 assert here[[*MEASURES, "sigma"]].to_array().isnull().all()
                 continue
@@ -94,7 +94,7 @@ def test_singular_values_are_those_of_the_states_at_each_place(model, found):
 
 def test_places_are_powers_of_two_of_segments_and_the_end(found):
     assert found["at"].values.tolist() == ["8", "16", "32", "end"]
-    reached = found["boundary"].notnull().values.tolist()
+    reached = found["tokens"].notnull().values.tolist()
     assert reached == [[True] * 4, [True, True, False, True], [True, False, False, True], [False, False, False, True]]
 
 
@@ -155,7 +155,7 @@ def with_an_empty_head(model):
 def test_an_empty_state_is_named_and_left_out_of_medians(with_an_empty_head):
     found = empty_states(with_an_empty_head)
     assert {(layer, head) for _, _, layer, head in found} == {(0, 2)}
-    assert len(found) == with_an_empty_head["boundary"].notnull().sum()
+    assert len(found) == with_an_empty_head["tokens"].notnull().sum()
     over = over_documents(with_an_empty_head)["effective_rank"].sel(at="end")
     assert over.sel(layer=0, head=2).isnull().all()
     assert over.sel(layer=0, head=1).notnull().all()

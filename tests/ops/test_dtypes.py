@@ -34,6 +34,7 @@ q2, gates2 = rule(2)
 # Of every public function of arrays alone, arguments in f64. Those on the host run in numpy, in f64 too.
 CALLS = {
     "active_rank": lambda: jd.householder.active_rank(Q, 1.0),
+    "contributions": lambda: jd.contributions(S, q[0]),
     "effective_rank": lambda: jd.effective_rank(S),
     "energy_rank": lambda: jd.energy_rank(S, 0.9),
     "frozen_dimension": lambda: jd.householder.frozen_dimension(Q),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxdelta.ops.delta_product import gated_delta_product
-from jaxdelta.ops.reads import reads, recall_errors
+from jaxdelta.ops.reads import contributions, reads, recall_errors
 from ports.compare import relative_error
 from tests.helpers import DECAYS, KEYS, TOLERANCE, delta_inputs
 
@@ -78,3 +78,18 @@ def test_the_error_of_a_value_of_zero_is_nan(x64):
     found = recall_errors(k, v.at[:, 2].set(0.0), g=g, beta=beta, state=S)
     assert np.isnan(found.before[:, 2]).all()
     assert np.isfinite(np.delete(np.asarray(found.after), 2, axis=1)).all()
+
+
+@pytest.mark.parametrize("rank", (7, 3))
+def test_contributions_of_directions_sum_to_what_is_read_of_the_state(rank, dtype):
+    """Also of a state that lacks directions."""
+    q, k, _, g, beta, S = inputs(9, 2, dtype)
+    S = S.at[..., rank:].set(0.0)
+    qbar = reads(q, k, g=g, beta=beta, num_householder=2).qbar
+    found = contributions(S, qbar)
+    whole = jnp.einsum("bthr,bhrv->bthv", found.amount, found.direction)
+    assert relative_error(whole, jnp.einsum("bthk,bhkv->bthv", qbar, S)) < TOLERANCE[dtype.name]
+    U, sigma, Vt = np.linalg.svd(np.asarray(S, np.float64), full_matrices=False)
+    expected = np.einsum("bthk,bhk->bth", np.asarray(qbar, np.float64), U[..., 0]) * sigma[..., 0][:, None]
+    np.testing.assert_allclose(np.abs(found.amount[..., 0]), np.abs(expected), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(np.abs(np.sum(found.direction[..., 0, :] * Vt[..., 0, :], axis=-1)), 1, rtol=1e-5)

@@ -20,7 +20,7 @@ def data():
     sigma[1, 0] = np.nan
     axes = ("document", "at", "layer", "head")
     sizes = Sizes(np.array([[5], [5]]), np.full((2, 1), 8 * 2.0**-23))
-    found = {"boundary": (axes[:2], np.array([[16.0, 21.0], [np.nan, 9.0]])), "sigma": ((*axes, "direction"), sigma)}
+    found = {"tokens": (axes[:2], np.array([[16.0, 21.0], [np.nan, 9.0]])), "sigma": ((*axes, "direction"), sigma)}
     found |= {name: (axes, x.reshape(2, 2, 2, 2)) for name, x in measures(sigma.reshape(4, 2, 2, 5), sizes).items()}
     coords = {
         "document": ["a", "b"],
@@ -54,7 +54,7 @@ def test_the_table_by_layer_has_the_models_layers(data, capsys):
 def test_a_row_for_every_head_at_every_place_that_is_reached(data):
     rows = report.rows(data).to_pylist()
     assert len(rows) == 3 * 4
-    assert {(r["document"], r["boundary"], r["is_end"]) for r in rows} == {
+    assert {(r["document"], r["tokens"], r["is_end"]) for r in rows} == {
         ("a", 16, False),
         ("a", 21, True),
         ("b", 9, True),
