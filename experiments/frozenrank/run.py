@@ -13,14 +13,17 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import xarray as xr
 
 import jaxdelta as jd
 from jaxdelta.analysis.transitions.rows import transition_rows
 from jaxdelta.documents import embedded_texts, tokenize
 from jaxdelta.report import claims, transitions
+from jaxdelta.report.page import report
 from jaxdelta.report.sheet import Sheet
 from jaxdelta.report.terminal import Terminal
+from jaxdelta.results.folder import write_tables
 
 FOLDER = Path("results") / "frozenrank"
 PIN = 3e-15  # the study's largest |rho - 1|, in f64
@@ -39,14 +42,18 @@ def main() -> None:
     for name in arguments.models:
         model = jd.load(name)
         documents = [d.head(arguments.max_tokens) for d in tokenize(embedded_texts(), model.tokenizer)]
-        found = jd.ledger_of(model, documents, out=arguments.out / Path(name).name, name=name)
-        console.print(sheet(name, found))
+        out = arguments.out / Path(name).name
+        found = jd.ledger_of(model, documents, out=out, name=name)
+        rows = facts(found)
+        write_tables(pa.Table.from_pylist(rows), out, "sheet")
+        console.print(sheet(name, found, rows))
         for table in transitions.tables(found):
             console.print(table)
+        console.written(out, ["transitions.zarr", "sheet.parquet", "sheet.csv", report([out], out / "report.html").name])
 
 
-def sheet(name: str, ledger: xr.Dataset) -> Sheet:
-    """The study's facts on a model's transitions, and what training decided."""
+def facts(ledger: xr.Dataset) -> list[dict[str, str]]:
+    """Each fact of the study as claimed and as measured on a model's transitions."""
     every = transition_rows(ledger).to_pylist()[0]
     n, K = ledger.attrs["num_householder"], int(ledger.key_dim.min())
     off = max(every["defect"], every["whole_defect"])
@@ -63,12 +70,19 @@ def sheet(name: str, ledger: xr.Dataset) -> Sheet:
         ("beta above 1.9, near a reflection", "no claim", f"{np.mean(beta[~np.isnan(beta)] > 1.9):.1%}", "-"),
         ("transitions that turn a plane", "none for n_h = 1", f"{turning:.2%}", _holds(not turning) if n == 1 else "-"),
     ]
-    view = Sheet(f"{name}: {every['transitions']:,} transitions, n_h = {n}, K = {K}")
+    return [dict(zip(("fact", "claimed", "measured", "verdict"), row, strict=True)) for row in rows]
+
+
+def sheet(name: str, ledger: xr.Dataset, rows: list[dict[str, str]]) -> Sheet:
+    """The facts as a table."""
+    count = transition_rows(ledger).to_pylist()[0]["transitions"]
+    n, K = ledger.attrs["num_householder"], int(ledger.key_dim.min())
+    view = Sheet(f"{name}: {count:,} transitions, n_h = {n}, K = {K}")
     view.add_column("of a trained transition")
     for heading in ("the study", "measured", "verdict"):
         view.add_column(heading, prose=True)
     for row in rows:
-        view.add_row(*row)
+        view.add_row(*row.values())
     return view
 
 

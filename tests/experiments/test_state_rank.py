@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 import jaxdelta as jd
+from experiments.frozenrank.run import facts
 from experiments.frozenrank.run import sheet as frozen_sheet
 from experiments.state_rank import sheet
 from experiments.state_rank.run import run
@@ -91,7 +92,8 @@ def test_the_experiment_measures_what_the_sheet_asks_for(tmp_path, capsys):
 def test_the_second_studys_sheet_has_a_models_transitions(capsys):
     config = jd.DeltaLMConfig.tiny(num_householder=2, negative_eigenvalues=True, layer_kinds=("linear",), attention=())
     model = randomised(jd.DeltaLM(config, rngs=nnx.Rngs(1)), 2)
-    Terminal().print(frozen_sheet("mine", jd.ledger_of(model, tokens(40), segment=8, windows=(1, 4))))
+    found = jd.ledger_of(model, tokens(40), segment=8, windows=(1, 4))
+    Terminal().print(frozen_sheet("mine", found, facts(found)))
     said = capsys.readouterr().out
     assert "mine: " in said
     assert "n_h = 2" in said
