@@ -8,7 +8,8 @@ from typing import Any
 
 import vl_convert
 
-from jaxdelta.report.charts import SECTIONS, Section, sections
+from jaxdelta.report.charts import SECTIONS, sections
+from jaxdelta.report.charts.drawing import Section
 from jaxdelta.results.folder import ResultsError, write_whole
 from jaxdelta.results.opened import Opened, opened
 
