@@ -209,7 +209,7 @@ def test_memory_is_that_of_states_filled_up_to_the_largest(model):
 def test_measures_of_states_are_those_of_each_layers_own(model):
     """Spectra, keys, traces and reads; NaN for heads and directions that a layer lacks."""
     text = {"text": IDS}
-    _, cache = jd.run_with_cache(model, IDS, segment=SEGMENT)
+    _, cache = jd.run_with_cache(model, IDS, lambda name: True, segment=SEGMENT)
     spectrum, keys = jd.spectrum(model, text, segment=SEGMENT), jd.keys(model, text, segment=SEGMENT)
     trace, reads = jd.rank_trace(model, text, segment=SEGMENT), jd.state_reads(model, text, segment=SEGMENT)
     for layer, (H, K, V) in SHAPES.items():
