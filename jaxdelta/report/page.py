@@ -23,8 +23,11 @@ th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(-
 th:first-child, td:first-child { text-align: left; }
 .wide { overflow-x: auto; } nav ol { padding-left: 1.2rem; } pre { font-size: .8rem; overflow-x: auto; }
 #vg-tooltip-element { max-width: 24rem; }
-@media print { body { max-width: none; } figure, table { break-inside: avoid; } nav { display: none; } }
-@media (prefers-color-scheme: dark) { body { background: #16181c; color: #e4e6ea; } }
+@media print {
+  :root { color-scheme: light; } body { max-width: none; } nav { display: none; }
+  figure, table { break-inside: avoid; } h2 { break-after: avoid; }
+}
+@media screen and (prefers-color-scheme: dark) { body { background: #16181c; color: #e4e6ea; } }
 """
 # Charts take the page's colours; the tooltip follows the reader's setting.
 SCRIPT = """
