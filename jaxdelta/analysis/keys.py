@@ -210,7 +210,6 @@ class _Totals:
     def __init__(self, config: DecoderConfig, segment: int):
         heads, K, _ = config.largest_state
         L = len(config.linear_layers)
-        self.segment = segment
         self.g, self.alpha, self.beta = (np.zeros((L, heads)) for _ in range(3))
         self.mean, self.decayed = np.zeros((L, heads, K)), np.zeros((L, heads, K, K))
         self.beta_count = np.zeros((L, heads, len(BETA_EDGES) - 1), int)
@@ -312,11 +311,15 @@ HORIZONS = (0.0, 10.0, 100.0, 1000.0, np.inf)  # edges of groups of heads, in to
 RESAMPLES = 1000
 
 
+def head_variables(data: xr.Dataset) -> list[str]:
+    """Names of the variables that have one number for each document, layer and head."""
+    return [name for name, x in data.items() if x.dims == ("document", "layer", "head")]
+
+
 def over_heads(data: xr.Dataset) -> dict[str, Float[np.ndarray, " heads"]]:
     """Each variable without further axes as a vector over heads: the median over documents, empty states left out."""
-    counted = data.where(data["frobenius_norm"] != 0)
-    names = [name for name, x in data.items() if x.dims == ("document", "layer", "head")]
-    found = {name: counted[name].median("document").values.ravel() for name in names}
+    counted = spectra.without_empty(data)
+    found = {name: counted[name].median("document").values.ravel() for name in head_variables(data)}
     there = np.isfinite(found["effective_rank"])
     return {name: x[there] for name, x in found.items()}
 

@@ -229,9 +229,14 @@ def empty_states(data: xr.Dataset, *, norm: str = "frobenius_norm") -> list[tupl
     return [tuple(x) for x in empty["place"].values[empty.values]]
 
 
+def without_empty(data: xr.Dataset) -> xr.Dataset:
+    """``data`` with NaN for empty states."""
+    return data.where(data["frobenius_norm"] != 0)
+
+
 def over_documents(data: xr.Dataset) -> xr.Dataset:
     """Median, minimum and maximum over documents of each measure, (statistic, at, layer, head), empty states left out."""
-    counted = data[list(MEASURES)].where(data["frobenius_norm"] != 0)
+    counted = without_empty(data)[list(MEASURES)]
     parts = [getattr(counted, f)("document") for f in ("median", "min", "max")]
     return xr.concat(parts, xr.DataArray(["median", "min", "max"], dims="statistic", name="statistic")).assign_attrs(
         data.attrs
@@ -243,7 +248,7 @@ def split_half(data: xr.Dataset) -> xr.Dataset:
 
     Documents 1, 3, 5, ... are one half. NaN with a single document, or where all heads are equal.
     """
-    counted = data[list(MEASURES)].where(data["frobenius_norm"] != 0)
+    counted = without_empty(data)[list(MEASURES)]
     halves = (
         [counted.isel(document=slice(i, None, 2)).median("document") for i in (0, 1)]
         if data.sizes["document"] > 1

@@ -52,9 +52,9 @@ class Ranks:
 
         def block(S: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
             first = [x[0] for x in inputs]
-            measured = jnp.stack(_states_before_writes(S, *first), axis=2)  # L B n H K V
+            measured = jnp.stack(_states_of_token(S, *first)[:-1], axis=2)  # L B n H K V
             sigma = singular_values(measured)
-            S, _ = jax.lax.scan(lambda S, token: (_states_before_writes(S, *token, after=True)[-1], None), S, inputs)
+            S, _ = jax.lax.scan(lambda S, token: (_states_of_token(S, *token)[-1], None), S, inputs)
             return S, (effective_rank_of(sigma), stable_rank_of(sigma))
 
         return jax.lax.scan(block, S, (k, v, beta, g))[1]
@@ -67,14 +67,14 @@ def _by_token(x: Float[Array, "L B P ..."], n: int, every: int) -> Array:
     return jnp.moveaxis(x, (2, 3, 4), (0, 1, 2))
 
 
-def _states_before_writes(S: Array, k: Array, v: Array, beta: Array, g: Array, *, after: bool = False) -> list[Array]:
-    """The states before each of a token's n writes; with ``after``, also that after the last."""
+def _states_of_token(S: Array, k: Array, v: Array, beta: Array, g: Array) -> list[Array]:
+    """The states before each of a token's n writes, and that after the last."""
     found, S = [S], jnp.exp(g[0])[..., None, None] * S
     for j in range(len(k)):
         error = v[j] - jnp.einsum("lbhkv,lbhk->lbhv", S, k[j], precision=HIGHEST)
         S = S + jnp.einsum("lbhk,lbhv->lbhkv", k[j], beta[j][..., None] * error, precision=HIGHEST)
         found.append(S)
-    return found if after else found[:-1]
+    return found
 
 
 def rank_trace(

@@ -7,8 +7,8 @@ import pyarrow as pa
 import xarray as xr
 from matplotlib.figure import Figure
 
-from jaxdelta.analysis.keys import against_horizon, by_horizon, forgetting_share, over_heads
-from jaxdelta.analysis.spectrum import empty_states
+from jaxdelta.analysis.keys import against_horizon, by_horizon, forgetting_share, head_variables, over_heads
+from jaxdelta.analysis.spectrum import empty_states, without_empty
 from jaxdelta.report.figure import save_figures
 from jaxdelta.report.sheet import Sheet, spread
 from jaxdelta.report.spectrum import empty_line
@@ -91,7 +91,7 @@ def layer_table(data: xr.Dataset) -> Sheet:
 
 def rows(data: xr.Dataset) -> pa.Table:
     """A row a document, layer and head, with every variable that has no further axis."""
-    names = [name for name, x in data.items() if x.dims == ("document", "layer", "head")]
+    names = head_variables(data)
     found = []
     for document in data["document"].values:
         for layer, linear_layer in zip(data["layer"].values, data["linear_layer"].values, strict=True):
@@ -116,8 +116,9 @@ def horizon_figure(data: xr.Dataset) -> Figure:
     """Effective rank of every head against its horizon, with the range over documents and the diagonal."""
     figure = Figure(figsize=(6, 4.2), layout="constrained")
     axes = figure.subplots()
+    counted = without_empty(data)
     for i, layer in enumerate(data["layer"].values):
-        here = data.sel(layer=layer).where(data["frobenius_norm"].sel(layer=layer) != 0)
+        here = counted.sel(layer=layer)
         rank, horizon = here["effective_rank"], drawn_horizon(data, here["horizon"].median("document").values)
         middle = rank.median("document").values
         reach = [middle - rank.min("document").values, rank.max("document").values - middle]

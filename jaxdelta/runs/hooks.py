@@ -100,7 +100,7 @@ class _Place(NamedTuple):
 
 
 def hook_names(model: Decoder) -> list[str]:
-    """The names of all activations of a model, in the order in which they arise in a layer, layer by layer."""
+    """The names of all activations of a model, layer by layer, in the order in which they arise; ``hook_qbar`` is last."""
     return list(_places(model))
 
 

@@ -3,8 +3,8 @@
 import altair as alt
 import numpy as np
 
-from jaxdelta.analysis.keys import against_horizon, forgetting_share
-from jaxdelta.analysis.spectrum import MEASURES, empty_states, over_documents, split_half
+from jaxdelta.analysis.keys import against_horizon, forgetting_share, head_variables
+from jaxdelta.analysis.spectrum import MEASURES, empty_states, over_documents, split_half, without_empty
 from jaxdelta.report.charts.drawing import (
     HEIGHT,
     LOG,
@@ -136,8 +136,7 @@ def trace_sections(results: Opened) -> list[Section]:
 def keys_sections(results: Opened) -> list[Section]:
     """Rank against horizon, the key cone, correlations."""
     data = results.arrays["keys"]
-    counted = data.where(data["frobenius_norm"] != 0)
-    names = [name for name, x in data.items() if x.dims == ("document", "layer", "head")]
+    counted, names = without_empty(data), head_variables(data)
     middle = counted[names].median("document")
     low, high = (getattr(counted["effective_rank"], f)("document") for f in ("min", "max"))
     points = []
@@ -201,7 +200,7 @@ def reads_sections(results: Opened) -> list[Section]:
         "stored": data["stored_rank"].median(over),
         "both": data["balanced_rank"].median(over),
     }
-    cells = cells_of({name: x for name, x in found.items()})
+    cells = cells_of(found)
     tips = ["layer:O", "head:O", tip("carried"), tip("directions", "directions read"), tip("stored", "effective rank")]
     tips += [tip("both", "rank of what is stored and read")]
     charts = [
